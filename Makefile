@@ -4,11 +4,16 @@ BIN    := $(VENV)/bin
 export DS_BUILD_OPS = 0
 export DS_ACCELERATOR ?= cpu
 
-.PHONY: environment quickstart test lint types unit
+.PHONY: environment quickstart test lint types unit format
 
 # Torch goes first, by the exact version that pyproject.toml pins: left to the
 # resolver, a machine without a GPU may receive a CUDA build of several gigabytes.
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)",/\1/p' pyproject.toml)
+
+quickstart: environment
+	$(BIN)/dspark run configs/quickstart.yaml
+
+test: environment lint types unit
 
 environment: $(VENV)/installed
 
@@ -17,3 +22,19 @@ $(VENV)/installed: pyproject.toml
 	$(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
+
+lint:
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format:
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types:
+	$(BIN)/mypy
+
+unit:
+	$(BIN)/pytest
+
+include tests/engines/engines.mk
