@@ -1,0 +1,92 @@
+"""How states and blocks are to be read: one value object, compared and never assumed.
+
+It is written into the target cache, the checkpoint, the events and every export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+BlockLayout = Literal["anchor-first", "mask-first"]
+Thinking = Literal["off", "on", "mixed"]
+
+# A cache leaves these open: drafters of any block read the same states.
+BLOCK_FIELDS = ("block_layout", "block_size", "mask_token_id")
+
+_CURES = {
+    "target_name": "use the target that the states were recorded from (`target.name`)",
+    "target_revision": "set `target.revision` to the recorded one, or rebuild the cache",
+    "weights_sha256": "the target's weights have changed: rebuild the cache",
+    "tokenizer_sha256": "the tokenizer has changed: rebuild the conversations and the cache",
+    "chat_template_sha256": "the chat template has changed: rebuild the conversations and the cache",
+    "thinking": "set the same thinking mode (`data.thinking`), or rebuild the conversations",
+    "target_layer_ids": "set `drafter.target_layer_ids` to the recorded layers, or rebuild the cache",
+    "final_norm_applied": "last states must be stored after the target's final norm: rebuild the cache",
+    "block_layout": "set `drafter.block_layout` to the checkpoint's",
+    "block_size": "set `drafter.block_size` to the checkpoint's",
+    "mask_token_id": "set `drafter.mask_token_id` to the checkpoint's",
+}
+
+
+class ContractMismatch(ValueError):
+    """Two parts of a run disagree on how states or blocks are to be read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """Layer ids are 0-based decoder layers whose *output* is captured; -1 is the embedding output."""
+
+    target_name: str
+    target_revision: str | None
+    weights_sha256: str
+    tokenizer_sha256: str
+    chat_template_sha256: str
+    thinking: Thinking
+    target_layer_ids: tuple[int, ...]
+    final_norm_applied: bool = True
+    block_layout: BlockLayout | None = None
+    block_size: int | None = None
+    mask_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "target_layer_ids", tuple(int(layer) for layer in self.target_layer_ids))
+        if self.thinking not in ("off", "on", "mixed"):
+            raise ValueError(f"thinking mode {self.thinking!r} is not one of off, on, mixed (option `data.thinking`)")
+        if self.block_layout not in (None, "anchor-first", "mask-first"):
+            raise ValueError(
+                f"block layout {self.block_layout!r} is not one of anchor-first, mask-first "
+                "(option `drafter.block_layout`)"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "target_layer_ids": list(self.target_layer_ids)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Contract:
+        """Raises ValueError when a field is missing or unknown: nothing is filled in by a default."""
+        names = {field.name for field in fields(cls)}
+        if missing := sorted(names - set(values)):
+            raise ValueError(f"this contract lacks {', '.join(missing)}; it was written by another version or cut off")
+        if unknown := sorted(set(values) - names):
+            raise ValueError(f"this contract has unknown fields {', '.join(unknown)}; known are {', '.join(names)}")
+        return cls(**{name: values[name] for name in names})
+
+    def differences(self, other: Contract) -> list[tuple[str, Any, Any]]:
+        """(field, ours, theirs) for every field that differs; an open block field agrees with anything."""
+        found = []
+        for field in fields(self):
+            ours, theirs = getattr(self, field.name), getattr(other, field.name)
+            left_open = field.name in BLOCK_FIELDS and (ours is None or theirs is None)
+            if ours != theirs and not left_open:
+                found.append((field.name, ours, theirs))
+        return found
+
+    def require_same(self, other: Contract, ours: str = "checkpoint", theirs: str = "cache") -> None:
+        """Raises ContractMismatch naming every field that differs and what cures it."""
+        if found := self.differences(other):
+            lines = [
+                f"  {name}: {ours} has {our!r}, {theirs} has {their!r} ({_CURES[name]})" for name, our, their in found
+            ]
+            raise ContractMismatch(f"{ours} and {theirs} do not belong together:\n" + "\n".join(lines))

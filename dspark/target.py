@@ -1,0 +1,304 @@
+"""The target model: opened once, read through hooks, never changed.
+
+B batch, S sequence, d hidden size, m captured layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dspark.config import SettingError, default_layer_ids
+from dspark.families import family_of
+
+__all__ = ["Captured", "Target", "TargetError", "default_layer_ids"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+class TargetError(ValueError):
+    """The target cannot be opened or read the way this pipeline needs."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What one forward pass of the target leaves behind."""
+
+    features: Tensor  # [B, S, m*d], outputs of the captured layers in id order
+    last: Tensor  # [B, S, d], after the final norm
+    logits: Tensor | None  # [B, S, V]
+
+
+class Target:
+    """A causal language model with hooks on the captured layers, its tokenizer and its identity."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        target_layer_ids: Iterable[int] | None = None,
+        name: str = "",
+        revision: str | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name, self.revision, self.folder = name, revision, folder
+        self.text_config = self.model.config.get_text_config()
+        self.decoder = _text_decoder(self.model)
+        self.layers: nn.ModuleList = self.decoder.layers
+        self.final_norm: nn.Module = self.decoder.norm
+        self.embed_tokens: nn.Embedding = self.decoder.embed_tokens
+        self.lm_head: nn.Linear = self.model.get_output_embeddings()
+        self.num_layers = len(self.layers)
+        self.hidden_size: int = self.text_config.hidden_size
+        self.vocab_size: int = self.lm_head.weight.shape[0]
+        self.final_logit_softcapping = getattr(self.text_config, "final_logit_softcapping", None)
+        ids = default_layer_ids(self.num_layers) if target_layer_ids is None else tuple(target_layer_ids)
+        for layer in ids:
+            if not -1 <= layer < self.num_layers:
+                raise SettingError(
+                    f"target_layer_ids has {layer}; {name or 'this target'} has layers -1 (the embedding output) "
+                    f"to {self.num_layers - 1} (option `drafter.target_layer_ids`)"
+                )
+        self.layer_ids: tuple[int, ...] = ids
+        # Renamed in transformers 5.24; models from elsewhere keep the old name.
+        accepted = inspect.signature(self.decoder.forward).parameters
+        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
+        self._sink: dict[int, Tensor] | None = None
+        self._hook_layers()
+
+    @classmethod
+    def open(
+        cls,
+        path_or_id: str | Path,
+        *,
+        revision: str | None = None,
+        dtype: str = "bfloat16",
+        device: str = "auto",
+        target_layer_ids: Iterable[int] | None = None,
+        attn_implementation: str = "sdpa",
+        trust_remote_code: bool = False,
+    ) -> Target:
+        """Open a local folder or a hub id. `device` "auto" takes the GPU when there is one.
+
+        Raises TargetError when the folder holds no model or the model is not a decoder of the expected make.
+        """
+        from transformers import AutoModelForCausalLM
+
+        if dtype not in DTYPES:
+            raise SettingError(f"dtype is {dtype!r}; allowed: {', '.join(DTYPES)} (option `target.dtype`)")
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        folder = Path(path_or_id) if Path(path_or_id).is_dir() else None
+        hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                str(path_or_id), dtype=DTYPES[dtype], attn_implementation=attn_implementation, **hub
+            )
+        except (OSError, ValueError) as error:
+            raise TargetError(f"cannot open the target {str(path_or_id)!r} (option `target.name`): {error}") from error
+        return cls(
+            model.to(device),
+            _open_tokenizer(str(path_or_id), folder, hub),
+            target_layer_ids=target_layer_ids,
+            name=str(path_or_id),
+            revision=revision,
+            folder=folder,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Every token that ends an answer: of the generation config, the text config and the tokenizer."""
+        found: set[int] = set()
+        for source in (getattr(self.model, "generation_config", None), self.text_config, self.tokenizer):
+            value = getattr(source, "eos_token_id", None)
+            if value is not None:
+                found.update(value if isinstance(value, list | tuple) else [value])
+        return frozenset(int(token) for token in found)
+
+    @torch.no_grad()
+    def capture(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        logits: bool = False,
+    ) -> Captured:
+        """One forward pass over input_ids [B, S], padded on the right where attention_mask [B, S] is 0.
+
+        With `past_key_values` the pass extends that cache in place; give `position_ids` [B, S] and a mask
+        over cached and new tokens when rows differ in length. States at padding are meaningless.
+        """
+        input_ids = input_ids.to(self.device)
+        mask = None if attention_mask is None else attention_mask.to(self.device)
+        if mask is not None and past_key_values is None and mask.dim() == 2:
+            if position_ids is None:
+                position_ids = (mask.long().cumsum(-1) - 1).clamp(min=0)
+            # Causal attention alone keeps right padding out of the real tokens, and is the faster kernel.
+            if bool((mask[:, 1:] <= mask[:, :-1]).all()):
+                mask = None
+                position_ids = None
+        cached = {} if past_key_values is None else {self._cache_argument: past_key_values}
+        with self.capturing() as sink:
+            output = self.decoder(
+                input_ids=input_ids,
+                attention_mask=mask,
+                position_ids=None if position_ids is None else position_ids.to(self.device),
+                use_cache=past_key_values is not None,
+                **cached,
+            )
+            features = self.features_of(sink)
+        last = output.last_hidden_state
+        return Captured(features, last, self.logits(last) if logits else None)
+
+    @contextmanager
+    def capturing(self) -> Iterator[dict[int, Tensor]]:
+        """Collect layer outputs {layer id: [B, S, d]} of whatever runs inside."""
+        self._sink = {}
+        try:
+            yield self._sink
+        finally:
+            self._sink = None
+
+    def features_of(self, sink: dict[int, Tensor]) -> Tensor:
+        """Concatenate collected outputs in the order of `layer_ids`: [B, S, m*d]."""
+        return torch.cat([sink[layer] for layer in self.layer_ids], dim=-1)
+
+    def logits(self, last: Tensor) -> Tensor:
+        """[..., d] last states to [..., V] logits: the head and the final soft cap, nothing in between."""
+        out = self.lm_head(last.to(self.dtype))
+        cap = self.final_logit_softcapping
+        return out if cap is None else torch.tanh(out / cap) * cap
+
+    @torch.no_grad()
+    def check_head(self, *, tolerance: float = 1e-4) -> None:
+        """Raises TargetError unless `logits(last)` gives the model's own logits on a short input."""
+        ids = (torch.arange(8, device=self.device) * 7919 % min(self.vocab_size, 30000))[None]
+        own = self.model(input_ids=ids, use_cache=False).logits.float()
+        ours = self.logits(self.capture(ids).last).float()
+        difference = (own - ours).abs().max().item()
+        # Relative to the spread of the logits: reduced precision rounds large ones more.
+        bound = tolerance * max(1.0, own.abs().max().item())
+        if not difference <= bound:
+            raise TargetError(
+                f"{self.name}: lm_head(last state) differs from the model's logits by {difference:.3g} (allowed "
+                f"{bound:.3g}). The model does something between its final norm and its logits that is not supported."
+            )
+
+    def hashes(self) -> dict[str, str]:
+        """weights_sha256, tokenizer_sha256 and chat_template_sha256, as the contract records them."""
+        tokenizer = self.tokenizer
+        template = getattr(tokenizer, "chat_template", None) if tokenizer is not None else None
+        if isinstance(template, dict | list):
+            template = json.dumps(template, sort_keys=True)
+        return {
+            "weights_sha256": self._weights_sha256(),
+            "tokenizer_sha256": hashlib.sha256(_tokenizer_bytes(tokenizer)).hexdigest(),
+            "chat_template_sha256": hashlib.sha256((template or "").encode()).hexdigest(),
+        }
+
+    def default_mask_token_id(self) -> int:
+        """A row of the embedding that never stands in text: the paper's for Qwen3 and Gemma-4, else found here.
+
+        A row beyond the tokenizer, else the last special token that neither the chat template nor padding uses.
+        """
+        model_type = self.text_config.model_type
+        if model_type == "qwen3" and self.vocab_size > 151669:
+            return 151669
+        if family_of(model_type) == "gemma4" and self.vocab_size > 4:
+            return 4
+        if self.tokenizer is None or len(self.tokenizer) < self.vocab_size:
+            return self.vocab_size - 1
+        template = str(getattr(self.tokenizer, "chat_template", None) or "")
+        in_use = set(self.tokenizer.all_special_ids) | set(self.stop_token_ids)
+        special = [
+            token_id
+            for token_id, token in self.tokenizer.added_tokens_decoder.items()
+            if token.special and token_id not in in_use and token.content not in template
+        ]
+        if not special:
+            raise TargetError(f"{self.name} has no unused token to serve as mask; name one in `drafter.mask_token_id`")
+        return max(special)
+
+    def _hook_layers(self) -> None:
+        def keep(layer: int) -> Any:
+            def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+                if self._sink is not None:
+                    self._sink[layer] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        def keep_embedding(_module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._sink is not None:
+                self._sink[-1] = inputs[0] if inputs else kwargs["hidden_states"]
+
+        for layer in self.layer_ids:
+            if layer == -1:
+                self.layers[0].register_forward_pre_hook(keep_embedding, with_kwargs=True)
+            else:
+                self.layers[layer].register_forward_hook(keep(layer))
+
+    def _weights_sha256(self) -> str:
+        files = sorted(self.folder.glob("*.safetensors")) if self.folder else []
+        digest = hashlib.sha256()
+        if files:
+            for file in files:
+                digest.update(file.name.encode())
+                with file.open("rb") as stream:
+                    while block := stream.read(1 << 24):
+                        digest.update(block)
+            return digest.hexdigest()
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+
+def _text_decoder(model: Any) -> Any:
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "model", None)
+    decoder = getattr(decoder, "language_model", decoder)
+    missing = [part for part in ("layers", "norm", "embed_tokens") if not hasattr(decoder, part)]
+    if missing:
+        raise TargetError(
+            f"{type(model).__name__} has no {', '.join(missing)}; a decoder-only model with "
+            "`layers`, `norm` and `embed_tokens` is needed"
+        )
+    return decoder
+
+
+def _open_tokenizer(name: str, folder: Path | None, hub: dict[str, Any]) -> Any:
+    """The tokenizer, or None for a local folder that has none (a bare model, as in tests)."""
+    from transformers import AutoTokenizer
+
+    if folder is not None and not any(folder.glob("tokenizer*")):
+        return None
+    return AutoTokenizer.from_pretrained(name, **hub)
+
+
+def _tokenizer_bytes(tokenizer: Any) -> bytes:
+    if tokenizer is None:
+        return b""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return backend.to_str().encode()
+    return json.dumps(sorted(tokenizer.get_vocab().items())).encode()
