@@ -1,0 +1,10 @@
+# Slow, outside CI: what was published, run by a real serving engine. See docs/engines.md.
+#   make test-engines                       the quickstart's run
+#   make test-engines DSPARK_RUN=runs/mine  another run directory
+# The engine is fetched and built once, under .engines/; delete that folder to build again.
+.PHONY: test-engines
+
+export DSPARK_RUN ?= runs/quickstart
+
+test-engines: environment
+	DSPARK_ENGINES=1 $(BIN)/pytest tests/engines --timeout 7200 -s
