@@ -1,0 +1,112 @@
+"""What is wrong in a settings file, in words that name the place and the nearest valid key or value."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from pipelines.errors import UserError
+from pipelines.yaml_files import Document, dotted_name
+
+
+def explain(error: ValidationError, document: Document, model: type[BaseModel]) -> UserError:
+    """One UserError with a line for each fault."""
+    lines = [_line(fault, document, model) for fault in error.errors(include_url=False)]
+    return UserError("\n".join(dict.fromkeys(lines)))
+
+
+def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every dotted key of the settings, sections included."""
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        inner = _model_in(field.annotation)
+        if inner is not None and get_origin(field.annotation) is not tuple:
+            keys += known_keys(inner, f"{prefix}{name}.")
+    return keys
+
+
+def _line(fault: ErrorDetails, document: Document, model: type[BaseModel]) -> str:
+    path = tuple(fault["loc"])
+    place, name = document.place_of(path), dotted_name(path)
+    match fault["type"]:
+        case "extra_forbidden":
+            return f"{place}: unknown key `{name}`; {_nearest_key(path, model)}"
+        case "missing":
+            return f"{place}: `{name}` is missing; set it in the file or as {name}=VALUE on the command line"
+        case "value_error":
+            return f"{place}: {name}: {fault['ctx']['error']!s}"
+        case "model_type" | "model_attributes_type":
+            return f"{place}: `{name}` is {_shown(fault['input'])}; expected a section with keys"
+        case "literal_error":
+            allowed = _literal_values(_annotation(path, model))
+            return f"{place}: {name} is {_shown(fault['input'])}; {_nearest_value(fault['input'], allowed)}"
+        case "string_pattern_mismatch" if path == ("target", "device"):
+            return f"{place}: {name} is {_shown(fault['input'])}; expected auto, cpu, cuda or cuda:N"
+    message = fault["msg"].removeprefix("Input ").replace("should be", "expected")
+    return f"{place}: {name} is {_shown(fault['input'])}; {message[0].lower()}{message[1:]}"
+
+
+def _nearest_key(path: tuple[int | str, ...], model: type[BaseModel]) -> str:
+    wrong = str(path[-1])
+    section = _annotation(path[:-1], model)
+    siblings = list(section.model_fields) if isinstance(section, type) and issubclass(section, BaseModel) else []
+    prefix = dotted_name(path[:-1])
+    close = get_close_matches(wrong, siblings, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean `{prefix + '.' if prefix else ''}{close[0]}`?"
+    everywhere = known_keys(model)
+    same_word = [key for key in everywhere if key.rpartition(".")[2] == wrong]
+    near = same_word or get_close_matches(dotted_name(path), everywhere, n=1, cutoff=0.5)
+    if not near:
+        by_word = {key.rpartition(".")[2]: key for key in everywhere}
+        near = [by_word[word] for word in get_close_matches(wrong, list(by_word), n=1, cutoff=0.6)]
+    known = f"{'`' + prefix + '`' if prefix else 'the top level'} knows {', '.join(siblings)}"
+    return f"did you mean `{near[0]}`? ({known})" if near else known
+
+
+def _nearest_value(found: Any, allowed: list[Any]) -> str:
+    words = [str(value) for value in allowed]
+    close = get_close_matches(str(found), words, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"{hint}expected one of {', '.join(words)}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _annotation(path: tuple[int | str, ...], model: type[BaseModel]) -> Any:
+    """The type declared at a key path; None where there is no such key."""
+    here: Any = model
+    for part in path:
+        inner = _model_in(here)
+        if isinstance(part, int):
+            arguments = [argument for argument in get_args(here) if argument is not Ellipsis]
+            here = arguments[0] if arguments else None
+        elif inner is not None and part in inner.model_fields:
+            here = inner.model_fields[part].annotation
+        else:
+            return None
+    return _model_in(here) or here
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The section model that a type is or holds."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in get_args(annotation):
+        found = _model_in(argument)
+        if found is not None:
+            return found
+    return None
+
+
+def _literal_values(annotation: Any) -> list[Any]:
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [value for argument in get_args(annotation) for value in _literal_values(argument)]

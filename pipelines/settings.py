@@ -1,0 +1,290 @@
+"""Settings of a run: one frozen model a section, checked before anything starts.
+
+A default stands here and nowhere else; where it is the paper's value, the YAML files need not repeat it.
+`load_settings` reads a file with what it extends, applies `key=value` overrides and returns `Settings`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from pipelines.setting_errors import explain
+from pipelines.yaml_files import Document, apply_overrides, parse_text, read_document
+
+Positive = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+FeaturesCodec = Literal["auto", "bf16", "int8", "fp8", "transform", "projected"]
+TeacherCodec = Literal["auto", "bf16", "int8", "fp8", "transform", "sparse", "recomputed"]
+
+
+class Section(BaseModel):
+    """Frozen, strict, and without unknown keys."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class RunSettings(Section):
+    """Where the run's outputs go, and the seed that every random draw starts from."""
+
+    directory: str = Field(min_length=1)  # a local folder, s3://... or gs://...
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+
+class TargetSettings(Section):
+    """The language model that the drafter is for."""
+
+    model: str = Field(min_length=1)  # a folder, a Hugging Face id, or package:NAME for one out of a pinned package
+    revision: str | None = None  # of a Hugging Face id; the commit it resolves to is recorded
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    thinking: Literal["off", "on", "mixed"] = "off"
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
+    trust_remote_code: bool = False
+
+
+class PromptSource(Section):
+    """Prompts of one source.
+
+    `source` is `demonstration:SPLIT` (shipped), `benchmark:NAME`, `hub:OWNER/NAME`, or the path of a JSONL file whose
+    rows have `conversations` or `turns`.
+    """
+
+    source: str = Field(min_length=1)
+    revision: str | None = None  # hub and benchmark sources
+    subset: str | None = None  # hub sources
+    split: str = "train"  # hub sources
+    domain: str | None = None  # overrides the rows' own
+    skip: Annotated[int, Field(ge=0)] = 0
+    limit: Positive | None = None
+
+
+class DataSettings(Section):
+    """Prompts of the three splits; no prompt may stand in two of them."""
+
+    train: tuple[PromptSource, ...] = (PromptSource(source="demonstration:train"),)
+    calibration: tuple[PromptSource, ...] = (PromptSource(source="demonstration:calibration"),)
+    evaluation: tuple[PromptSource, ...] = (PromptSource(source="demonstration:evaluation"),)
+    min_supervised_tokens: Annotated[int, Field(ge=0)] = 14  # shorter answers are dropped and counted
+
+
+class RegenerateSettings(Section):
+    """How the target writes its own answers to the training prompts."""
+
+    temperature: NonNegative = 0.7
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8
+    top_k: Annotated[int, Field(ge=0)] = 20  # 0: no limit
+    max_new_tokens: Positive = 4096
+    rows: Positive = 64  # rows decoded at once by a worker
+    workers: Positive = 1
+    unit_rows: Positive = 128  # prompts in a work unit: what a stop can lose
+
+
+class CacheSettings(Section):
+    """The target cache."""
+
+    features_codec: FeaturesCodec = "bf16"
+    teacher_codec: TeacherCodec = "bf16"
+    unit_tokens: Positive = 1_000_000  # tokens in a work unit, which is a shard
+    max_length: Positive = 4096  # longer conversations are cut; what is kept stays supervised
+    batch_tokens: Positive = 16_384  # tokens in a forward pass, padding included
+    workers: Positive = 1
+    max_bytes: Positive | None = None
+    audit_rows: Annotated[int, Field(ge=0)] = 8
+
+
+class DrafterSettings(Section):
+    """The drafter's parts. What is null is taken from the target."""
+
+    algorithm: Literal["dspark", "dflash", "eagle3"] = "dspark"
+    num_draft_layers: Positive = 5
+    block_size: Annotated[int, Field(ge=1, le=64)] = 7
+    block_layout: Literal["anchor-first", "mask-first"] = "anchor-first"
+    target_layer_ids: tuple[Annotated[int, Field(ge=-1)], ...] | None = None  # captured; null: the paper's spread
+    mask_token_id: Annotated[int, Field(ge=0)] | None = None
+    markov_rank: Annotated[int, Field(ge=0)] = 256  # 0: no sequential head
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    draft_vocab_size: Positive | None = None  # null: the target's whole vocabulary
+    initial_weights: str = Field(default="target", min_length=1)  # random, target, or a published drafter's folder
+    ttt_length: Positive = 7  # eagle3
+    step_loss_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8  # eagle3
+
+    @model_validator(mode="after")
+    def _heads_have_what_they_read(self) -> DrafterSettings:
+        reads_markov = self.enable_confidence_head and self.confidence_head_with_markov
+        if self.algorithm == "dspark" and reads_markov and self.markov_rank == 0:
+            raise ValueError(
+                "confidence_head_with_markov needs a Markov embedding, but markov_rank is 0: set "
+                "drafter.confidence_head_with_markov=false or drafter.markov_rank to 1 or more"
+            )
+        return self
+
+
+class LossSettings(Section):
+    """Weights of the loss terms; slot k (from 1) weighs exp(-(k-1)/position_decay)."""
+
+    ce: NonNegative = 0.1
+    l1: NonNegative = 0.9
+    confidence: NonNegative = 1.0
+    kl: NonNegative = 0.0
+    position_decay: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 4.0
+    chunk_slots: Positive | None = None  # slots whose logits exist at once; null: chosen from the vocabulary
+
+    @model_validator(mode="after")
+    def _something_to_learn(self) -> LossSettings:
+        if self.ce + self.l1 + self.kl == 0:
+            raise ValueError("ce, l1 and kl are all 0: nothing would be learnt; the paper uses ce 0.1 and l1 0.9")
+        return self
+
+
+class TrainSettings(Section):
+    """Training under DeepSpeed. Sizes are of the global batch: ranks and packs do not change a step."""
+
+    epochs: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 10.0
+    max_steps: Positive | None = None  # stops earlier, and the schedule ends there
+    global_batch_size: Positive = 512  # sequences
+    num_anchors: Positive = 512  # a sequence, at most
+    anchor_rule: Literal["paper", "any_prefix"] = "paper"
+    learning_rate: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 6e-4
+    warmup_ratio: Share = 0.04
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    optimizer: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
+    weight_decay: NonNegative = 0.0
+    clip: NonNegative = 1.0  # 0: no clipping
+    precision: Literal["float32", "bfloat16"] = "bfloat16"  # bfloat16 keeps float32 master weights
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    ranks: Positive = 1
+    pack_budget: Positive = 16_384  # work of a pack: context tokens + block slots
+    loss: LossSettings = LossSettings()
+    checkpoint_every: Positive = 500  # steps
+    keep_last: Positive = 2
+    log_every: Positive = 10  # steps
+    max_failures: Annotated[int, Field(ge=0)] = 3  # restarts after lost workers
+    gradient_checkpointing: bool = False
+    deepspeed: dict[str, Any] = {}  # laid over the generated DeepSpeed JSON, key by key
+
+
+class CalibrateSettings(Section):
+    """Sequential temperature scaling on the calibration prompts."""
+
+    temperature: NonNegative = 1.0  # of the decoding that is calibrated on
+    max_new_tokens: Positive = 2048
+    rows: Positive = 16
+    workers: Positive = 1
+    bins: Positive = 20
+    grid_low: Annotated[float, Field(gt=0.0)] = 0.2
+    grid_high: Annotated[float, Field(gt=0.0)] = 5.0
+    grid_points: Annotated[int, Field(ge=2)] = 97
+
+
+class EvaluateSettings(Section):
+    """Speculative decoding of the evaluation prompts, beside plain decoding."""
+
+    temperatures: tuple[NonNegative, ...] = (0.0, 1.0)
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
+    max_new_tokens: Positive = 2048
+    rows: Positive = 16
+    workers: Positive = 1
+    policy: Literal["full", "static", "threshold", "scheduler"] = "full"  # how many drafts a round verifies
+    static_length: Annotated[int, Field(ge=0)] | None = None
+    threshold: Share | None = None
+    plain: bool = True  # decode without a drafter as well
+    without_sequential_head: bool = True  # decode with the head switched off as well
+    baseline: str | None = None  # another published drafter, decoded beside
+
+    @model_validator(mode="after")
+    def _policy_has_its_number(self) -> EvaluateSettings:
+        if not self.temperatures or not self.seeds:
+            raise ValueError("temperatures and seeds need at least one value each")
+        if self.policy == "static" and self.static_length is None:
+            raise ValueError("policy static needs evaluate.static_length")
+        if self.policy == "threshold" and self.threshold is None:
+            raise ValueError("policy threshold needs evaluate.threshold")
+        return self
+
+
+class PublishSettings(Section):
+    """The folder that is published, and where it is uploaded."""
+
+    name: str | None = None  # null: made from the target's and the algorithm's names
+    formats: tuple[Literal["native", "speculators"], ...] = ("native",)
+    repository: str | None = None  # a Hugging Face repository to upload to; null: no upload
+    private: bool = True
+    license: str = "other"
+
+
+class TrackingSettings(Section):
+    """Weights & Biases; the local log is kept in any case."""
+
+    wandb: Literal["auto", "offline", "online", "disabled"] = "auto"  # auto: online when a key is configured
+    project: str = "dspark"
+    entity: str | None = None
+    tags: tuple[str, ...] = ()
+
+
+class ClusterSettings(Section):
+    """The Ray cluster."""
+
+    address: str | None = None  # null: a cluster of this run's own, on this machine
+    num_cpus: Positive | None = None  # null: all of this machine's
+    num_gpus: Annotated[int, Field(ge=0)] | None = None
+    object_store_bytes: Positive | None = None
+    cpus_per_worker: Positive = 1
+    gpus_per_worker: NonNegative = 0.0
+    threads_per_worker: Positive | None = None  # of torch; null: the worker's CPUs
+    working_dir: str = "."  # what a submitted job takes along
+
+
+class Settings(Section):
+    """Everything a run is made of."""
+
+    run: RunSettings
+    target: TargetSettings
+    data: DataSettings = DataSettings()
+    regenerate: RegenerateSettings = RegenerateSettings()
+    cache: CacheSettings = CacheSettings()
+    drafter: DrafterSettings = DrafterSettings()
+    train: TrainSettings = TrainSettings()
+    calibrate: CalibrateSettings = CalibrateSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
+    publish: PublishSettings = PublishSettings()
+    tracking: TrackingSettings = TrackingSettings()
+    cluster: ClusterSettings = ClusterSettings()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values, every default written out."""
+        return self.model_dump(mode="json")
+
+    def to_yaml(self) -> str:
+        """As a settings file that loads back to the same settings."""
+        import yaml
+
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> Settings:
+    """Settings out of a YAML file and `key=value` words. Raises UserError with the place of what is wrong."""
+    document = read_document(Path(path))
+    apply_overrides(document, overrides)
+    return check_settings(document)
+
+
+def settings_from_dict(values: dict[str, Any], source: str = "run.json") -> Settings:
+    """Settings out of what `to_dict` gave."""
+    return check_settings(parse_text(json.dumps(values), source))
+
+
+def check_settings(document: Document) -> Settings:
+    """Validate; raises UserError naming for each fault the place, the nearest valid key or what was expected."""
+    try:
+        # JSON mode: strict about types, while a YAML list is a tuple.
+        return Settings.model_validate_json(json.dumps(document.values))
+    except ValidationError as error:
+        raise explain(error, document, Settings) from None
