@@ -1,0 +1,172 @@
+"""What every codec offers. R rows (tokens), W width of a state as captured, C width of what is decoded.
+
+A payload holds one sequence. Row 0 of a sequence's first token is a world of its own (its norm is a hundred times the
+others', and it depends on the first token id alone), so lossy codecs keep it apart and exact: payload = flag byte,
+then the first row (shared: nothing; inline: its values), then the body with the other rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+
+Sample = Sequence[tuple[torch.Tensor, bool]]
+"""Sequences to fit and measure on: (values [R, W], whether row 0 is the sequence's first token)."""
+
+NO_FIRST, SHARED_FIRST, INLINE_FIRST = 0, 1, 2
+
+
+class Codec(ABC):
+    """Settings (JSON) and tensors (fitted) turn states into bytes and back."""
+
+    name: ClassVar[str]
+    exact: ClassVar[bool] = False
+    defaults: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        settings: Mapping[str, Any] | None = None,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self.width = width
+        unknown = set(settings or {}) - set(self.defaults)
+        if unknown:
+            raise ValueError(
+                f"codec {self.name!r} has no setting {sorted(unknown)[0]!r}; it has {list(self.defaults) or 'none'}"
+            )
+        self.settings: dict[str, Any] = {**self.defaults, **(settings or {})}
+        self.tensors: dict[str, torch.Tensor] = dict(tensors or {})
+        self.measured: dict[str, Any] = {}
+
+    @classmethod
+    def fit(cls, sample: Sample, *, width: int, **settings: Any) -> Self:
+        """A codec whose statistics come from the sample. Codecs without statistics ignore it."""
+        return cls(width=width, settings=settings)
+
+    @property
+    def out_width(self) -> int:
+        """C: the width of what `decode` returns."""
+        return self.width
+
+    @abstractmethod
+    def encode(self, values: torch.Tensor, *, first: bool = False) -> bytes:
+        """values [R, W] to bytes. `first`: row 0 is the first token of its sequence."""
+
+    @abstractmethod
+    def decode(
+        self,
+        payload: bytes | memoryview,
+        rows: int,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> torch.Tensor:
+        """Bytes to [R, C]. ValueError if the payload does not hold `rows` rows."""
+
+    def coordinates(self, values: torch.Tensor) -> torch.Tensor:
+        """What a perfect decoding of `values` [R, W] would return, [R, C] float32."""
+        return values.float()
+
+    @property
+    def bits(self) -> float | None:
+        """Measured bits per captured value on the fitting sample, when it was measured."""
+        return self.measured.get("bits_per_value")
+
+
+class LossyCodec(Codec):
+    """Handles the first row; a subclass codes the others."""
+
+    inline_dtype: ClassVar[torch.dtype] = torch.bfloat16
+
+    @abstractmethod
+    def encode_rows(self, coordinates: torch.Tensor) -> bytes:
+        """[R, C] float32 to bytes."""
+
+    @abstractmethod
+    def decode_rows(self, payload: memoryview, rows: int, device: torch.device | str) -> torch.Tensor:
+        """Bytes to [R, C], float32 or bfloat16."""
+
+    def encode(self, values: torch.Tensor, *, first: bool = False) -> bytes:
+        coordinates = self.coordinates(values)
+        if not first or len(coordinates) == 0:
+            return bytes([NO_FIRST]) + self.encode_rows(coordinates)
+        shared = self.tensors.get("first_row")
+        if shared is not None and is_same_first_row(coordinates[0], shared):
+            return bytes([SHARED_FIRST]) + self.encode_rows(coordinates[1:])
+        inline = raw_bytes(coordinates[0].to(self.inline_dtype))
+        return bytes([INLINE_FIRST]) + inline + self.encode_rows(coordinates[1:])
+
+    def decode(
+        self,
+        payload: bytes | memoryview,
+        rows: int,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> torch.Tensor:
+        view = memoryview(payload)
+        flag, view = view[0], view[1:]
+        if flag == NO_FIRST:
+            return self.decode_rows(view, rows, device).to(dtype)
+        if flag == SHARED_FIRST:
+            first = self.tensors["first_row"]
+        elif flag == INLINE_FIRST:
+            size = self.out_width * self.inline_dtype.itemsize
+            first, view = from_raw(view[:size], self.inline_dtype), view[size:]
+        else:
+            raise ValueError(f"codec {self.name!r}: first-row flag {flag} is unknown")
+        result = torch.empty(rows, self.out_width, dtype=dtype, device=device)
+        result[0] = first.to(device=device, dtype=dtype)
+        result[1:] = self.decode_rows(view, rows - 1, device)
+        return result
+
+
+def is_same_first_row(row: torch.Tensor, shared: torch.Tensor) -> bool:
+    """Whether two first-token states [C] differ by no more than rounding in another batch shape does."""
+    scale = shared.abs().median()
+    return bool(((row - shared.float()).abs() <= 0.02 * shared.float().abs() + 0.02 * scale).all())
+
+
+def common_first_row(rows: list[torch.Tensor]) -> torch.Tensor | None:
+    """The first-token state [C] that most sequences of the sample share, or None if no two share one."""
+    best, count = None, 1
+    for index, row in enumerate(rows[:16]):
+        same = sum(is_same_first_row(other, row) for other in rows[index:])
+        if same > count:
+            best, count = row, same
+    return best
+
+
+def gather(sample: Sample, codec: Codec) -> torch.Tensor:
+    """All rows of the sample but first tokens, as the codec's coordinates, [R, C] float32."""
+    pieces = [codec.coordinates(values)[1 if first else 0 :] for values, first in sample if len(values)]
+    if not pieces or sum(len(piece) for piece in pieces) < 2:
+        raise ValueError(f"codec {codec.name!r} cannot be fitted: the sample has fewer than 2 rows after first tokens")
+    return torch.cat(pieces)
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    """A tensor's bytes, little-endian, in row-major order."""
+    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def from_raw(data: bytes | memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor over a copy of the bytes."""
+    if len(data) == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(dtype)
+
+
+def as_tensor(values: torch.Tensor | np.ndarray) -> torch.Tensor:
+    """Torch or numpy to torch; uint16 arrays are bf16 bits."""
+    if isinstance(values, np.ndarray):
+        if values.dtype == np.uint16:
+            return torch.from_numpy(values.astype(np.uint16, copy=True).view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(np.ascontiguousarray(values))
+    return values.detach()

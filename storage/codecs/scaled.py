@@ -1,0 +1,75 @@
+"""One byte a value with a bf16 scale for each token and group of neighbouring channels: int8, and fp8 e4m3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+
+from storage.codecs.base import LossyCodec, Sample, common_first_row, from_raw, raw_bytes
+
+
+class Scaled(LossyCodec):
+    """Body: scales [R, W/group] bf16, then codes [R, W] one byte each. The scale is rounded up, so nothing clips."""
+
+    defaults: ClassVar[dict[str, Any]] = {"group": 64}
+    top: ClassVar[float]
+    codes: ClassVar[torch.dtype]
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        settings: Mapping[str, Any] | None = None,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__(width=width, settings=settings, tensors=tensors)
+        group = self.settings["group"]
+        if group < 1 or width % group:
+            self.settings["group"] = next(size for size in range(min(group, width), 0, -1) if width % size == 0)
+
+    @classmethod
+    def fit(cls, sample: Sample, *, width: int, **settings: Any) -> Self:
+        codec = cls(width=width, settings=settings)
+        row = common_first_row([values[0].float() for values, first in sample if first and len(values)])
+        if row is not None:
+            codec.tensors["first_row"] = row.to(torch.bfloat16)
+        return codec
+
+    def encode_rows(self, coordinates: torch.Tensor) -> bytes:
+        group = self.settings["group"]
+        groups = coordinates.reshape(len(coordinates), self.width // group, group)
+        exact = (groups.abs().amax(-1, keepdim=True) / self.top).clamp_min(1e-30)
+        scales = exact.to(torch.bfloat16)
+        scales = torch.where(scales.float() < exact, scales * 1.0078125, scales).to(torch.bfloat16)
+        codes = groups / scales.float()
+        if self.codes is torch.int8:
+            codes = codes.round_()
+        codes = codes.clamp_(-self.top, self.top)
+        return raw_bytes(scales) + raw_bytes(codes.to(self.codes))
+
+    def decode_rows(self, payload: memoryview, rows: int, device: torch.device | str) -> torch.Tensor:
+        group = self.settings["group"]
+        size = rows * (self.width // group) * 2
+        scales = from_raw(payload[:size], torch.bfloat16).view(rows, self.width // group, 1).to(device)
+        codes = from_raw(payload[size:], self.codes).view(rows, self.width // group, group).to(device)
+        if self.codes is not torch.int8:
+            codes = codes.to(torch.bfloat16)
+        return torch.mul(codes, scales).view(rows, self.width)
+
+
+class Int8(Scaled):
+    """Error at most half a step: the group's largest magnitude / 254."""
+
+    name = "int8"
+    top = 127.0
+    codes = torch.int8
+
+
+class Fp8(Scaled):
+    """float8 e4m3: relative error at most 1/16 of each value; the group's largest magnitude maps to 448."""
+
+    name = "fp8"
+    top = 448.0
+    codes = torch.float8_e4m3fn

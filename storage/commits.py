@@ -1,0 +1,319 @@
+"""Building a cache: the manifest first, then unit after unit, then the finish.
+
+A unit is committed in this order, each step durable before the next: rows to a temporary name, sync, re-read and
+compare, rename to the shard's name, commit record. Readers believe commit records only, so a builder that is killed
+anywhere leaves either a committed unit or nothing; doing a unit again gives the same shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from os import PathLike
+from typing import Any
+
+from storage.codecs import dump_codec, fit_codec, load_codec
+from storage.filesystems import Folder, StorageFull
+from storage.identity import require_same
+from storage.plan import FORMAT, VERSION, CachePlan, Codecs, SampleIndex, write_samples
+from storage.records import CacheCorrupt, CacheRow, dataset_features, seal, unseal
+from storage.shards import NonFiniteState, encode_row, write_shard
+
+MANIFEST, SAMPLES, COMPLETE = "manifest.json", "samples.arrow", "COMPLETE.json"
+STATE, DATASET_INFO = "state.json", "dataset_info.json"
+Root = str | PathLike[str]
+
+
+def shard_name(unit: int) -> str:
+    return f"shards/unit-{unit:06d}.arrow"
+
+
+def commit_name(unit: int) -> str:
+    return f"commits/unit-{unit:06d}.json"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a builder or reader knows of a cache before it looks at any row."""
+
+    folder: Folder
+    manifest: dict[str, Any]
+    manifest_sha256: str
+    samples: SampleIndex
+    codecs: Codecs
+
+    @property
+    def units(self) -> int:
+        return len(self.samples.starts) - 1
+
+
+def create_or_resume(root: Root, plan: CachePlan, codecs: Codecs | Callable[[], Codecs] | None = None) -> set[int]:
+    """Start the cache, or take it up again; returns the units already committed.
+
+    `codecs` (or a function that fits them, called only for a new cache) may be left out for codecs without statistics.
+    IdentityMismatch names every field in which the stored plan differs from the one asked for.
+    """
+    folder = Folder(root)
+    if not folder.exists(MANIFEST):
+        stray = [name for name in folder.files() if name.endswith(".arrow") and name.startswith("shards/")]
+        if stray or folder.exists(COMPLETE):
+            raise CacheCorrupt(f"{folder} holds shards but no {MANIFEST}; restore it, or choose another folder")
+        _create(folder, plan, _codecs_for(plan, codecs))
+        return set()
+    folder.remove_dead_temporaries()
+    opened = open_folder(folder)
+    require_same(
+        plan.fields(),
+        opened.manifest["fields"],
+        what=f"the cache in {folder}",
+        cure="Use the settings it was made with, or give another folder for the new cache.",
+    )
+    return set(committed_units(opened))
+
+
+def _codecs_for(plan: CachePlan, codecs: Codecs | Callable[[], Codecs] | None) -> Codecs:
+    width = plan.num_layers * plan.hidden_size
+    if codecs is None:
+        features = fit_codec(plan.features, [], width=width, layers=plan.num_layers)
+        teacher = fit_codec(plan.teacher, [], width=plan.hidden_size) if plan.teacher else None
+        return Codecs(features=features, teacher=teacher)
+    fitted = codecs() if callable(codecs) else codecs
+    pairs = [
+        ("features", fitted.features, plan.features, width),
+        ("teacher", fitted.teacher, plan.teacher, plan.hidden_size),
+    ]
+    for part, codec, spec, expected in pairs:
+        have = (codec.name, codec.width) if codec else None
+        want = (spec.name, expected) if spec else None
+        if have != want:
+            raise ValueError(f"{part}: the plan asks for codec and width {want}, the fitted one is {have}")
+    return fitted
+
+
+def _create(folder: Folder, plan: CachePlan, codecs: Codecs) -> None:
+    folder.make()
+    described: dict[str, Any] = {}
+    for part, codec in (("features", codecs.features), ("teacher", codecs.teacher)):
+        if codec is None:
+            described[part] = None
+            continue
+        description, tensors = dump_codec(codec)
+        name = f"codecs/{part}.safetensors"
+        folder.write(name, tensors)
+        described[part] = {**description, "file": name, "sha256": hashlib.sha256(tensors).hexdigest()}
+    samples = write_samples(plan)
+    folder.write(SAMPLES, samples)
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "identity": plan.identity,
+        "fields": plan.fields(),
+        "codecs": described,
+        "samples": {"file": SAMPLES, "sha256": hashlib.sha256(samples).hexdigest()},
+        "units": len(plan.units),
+        "max_bytes": plan.max_bytes,
+        "skipped": {reason: list(ids) for reason, ids in plan.skipped.items()},
+    }
+    folder.write(MANIFEST, seal(manifest))
+
+
+def open_folder(folder: Folder) -> Opened:
+    """Read and check manifest, sample list and codecs. FileNotFoundError if there is no cache."""
+    if not folder.exists(MANIFEST):
+        raise FileNotFoundError(f"{folder} holds no target cache (no {MANIFEST}); build one first, or check the path")
+    data = folder.read(MANIFEST)
+    manifest = unseal(data, folder.describe(MANIFEST))
+    if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
+        raise ValueError(
+            f"{folder} is {manifest['format']!r} version {manifest['version']}; this program reads {FORMAT!r} "
+            f"version {VERSION}: use the program version that wrote it, or build the cache anew"
+        )
+    return _open_checked(folder.url, data)
+
+
+@lru_cache(maxsize=8)
+def _open_checked(url: str, data: bytes) -> Opened:
+    folder = Folder(url)
+    manifest = unseal(data, folder.describe(MANIFEST))
+    samples = SampleIndex.parse(_checked(folder, manifest["samples"]))
+    loaded = {
+        part: load_codec(entry, _checked(folder, entry)) if entry else None
+        for part, entry in manifest["codecs"].items()
+    }
+    features = loaded["features"]
+    assert features is not None
+    codecs = Codecs(features=features, teacher=loaded["teacher"])
+    return Opened(folder, manifest, hashlib.sha256(data).hexdigest(), samples, codecs)
+
+
+def _checked(folder: Folder, entry: Mapping[str, Any]) -> bytes:
+    data = folder.read(entry["file"])
+    if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+        raise CacheCorrupt(f"{folder.describe(entry['file'])}: its SHA-256 is not the manifest's: damaged or replaced")
+    return data
+
+
+def load_codecs(root: Root) -> Codecs:
+    """The fitted codecs of a cache, for a worker that encodes or decodes by itself."""
+    return open_folder(Folder(root)).codecs
+
+
+def committed_units(opened: Opened) -> dict[int, dict[str, Any]]:
+    """Commit records by unit, of units whose record is sound and whose shard is there in full size."""
+    sizes = opened.folder.files("shards")
+    names = opened.folder.files("commits")
+    found = {}
+    for unit in range(opened.units):
+        if commit_name(unit) not in names:
+            continue
+        try:
+            record = unseal(opened.folder.read(commit_name(unit)), opened.folder.describe(commit_name(unit)))
+        except CacheCorrupt:
+            continue  # redone: the unit's shard and record are written anew
+        same = record["manifest_sha256"] == opened.manifest_sha256 and record["unit"] == unit
+        if same and sizes.get(record["shard"]) == record["bytes"]:
+            found[unit] = record
+    return found
+
+
+def write_unit(root: Root, unit: int, rows: Iterable[CacheRow], codecs: Codecs | None = None) -> dict[str, Any]:
+    """Encode, write and commit one unit; returns its commit record. A unit that is committed already is left alone.
+
+    The rows must be the plan's samples of that unit in order. NonFiniteState and ValueError name unit and sample;
+    StorageFull says what ran out. After any error nothing of the unit is visible.
+    """
+    opened = open_folder(Folder(root))
+    folder = opened.folder
+    if not 0 <= unit < opened.units:
+        raise ValueError(f"unit {unit} is outside the plan's 0..{opened.units - 1}")
+    if folder.exists(commit_name(unit)):
+        committed = committed_units_of(opened, unit)
+        if committed is not None:
+            return committed
+    use = codecs or opened.codecs
+    _check_space(opened, unit, use)
+    scope = opened.manifest["fields"]["teacher_scope"]
+    metadata = {"format": FORMAT, "version": str(VERSION), "identity": opened.manifest["identity"], "unit": str(unit)}
+    try:
+        encoded = (encode_row(row, use, scope=scope) for row in _in_order(opened, unit, rows))
+        with folder.writer(shard_name(unit)) as stream:
+            written = write_shard(stream, encoded, metadata)
+            _check_written(stream, written, folder.describe(shard_name(unit)))
+    except NonFiniteState as error:
+        raise NonFiniteState(f"unit {unit} of {folder}: {error}") from error
+    record = {"unit": unit, "shard": shard_name(unit), "manifest_sha256": opened.manifest_sha256, **written}
+    folder.write(commit_name(unit), seal(record))
+    return record
+
+
+def committed_units_of(opened: Opened, unit: int) -> dict[str, Any] | None:
+    """The unit's commit record if it is sound and its shard is there."""
+    try:
+        record = unseal(opened.folder.read(commit_name(unit)), opened.folder.describe(commit_name(unit)))
+        sound = record["manifest_sha256"] == opened.manifest_sha256
+        return record if sound and opened.folder.size(record["shard"]) == record["bytes"] else None
+    except (CacheCorrupt, FileNotFoundError):
+        return None
+
+
+def _in_order(opened: Opened, unit: int, rows: Iterable[CacheRow]) -> Iterator[CacheRow]:
+    start, stop = int(opened.samples.starts[unit]), int(opened.samples.starts[unit + 1])
+    place = start
+    for row in rows:
+        expected = (opened.samples.sample_ids[place], int(opened.samples.lengths[place])) if place < stop else None
+        if expected != (row.sample_id, len(row.input_ids)):
+            raise ValueError(
+                f"unit {unit}, row {place - start}: got sample {row.sample_id!r} of {len(row.input_ids)} tokens, "
+                f"the plan has {expected or 'no further row'}"
+            )
+        place += 1
+        yield row
+    if place != stop:
+        raise ValueError(f"unit {unit}: {place - start} rows given, the plan has {stop - start}")
+
+
+def _check_space(opened: Opened, unit: int, codecs: Codecs) -> None:
+    start, stop = opened.samples.starts[unit : unit + 2]
+    tokens = int(opened.samples.lengths[start:stop].sum())
+    needed = codecs.estimate_bytes(tokens, tokens) + 8 * tokens
+    free = opened.folder.free_bytes()
+    if free is not None and free < needed:
+        raise StorageFull(
+            f"unit {unit} needs about {needed:,} bytes, {free:,} are free in {opened.folder}: free some space and "
+            "start again; what is committed stays"
+        )
+    limit = opened.manifest["max_bytes"]
+    if limit is not None:
+        used = sum(size for name, size in opened.folder.files("shards").items() if name.endswith(".arrow"))
+        if used + needed > limit:
+            raise StorageFull(
+                f"unit {unit} would take the cache from {used:,} to about {used + needed:,} bytes, above max_bytes = "
+                f"{limit:,}: raise max_bytes, choose a smaller codec, or cache fewer conversations"
+            )
+
+
+def _check_written(stream: Any, written: Mapping[str, Any], name: str) -> None:
+    """Read a local temporary file back before it gets its name."""
+    path = getattr(stream, "name", None)
+    if not isinstance(path, str):
+        return
+    stream.flush()
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    if digest.hexdigest() != written["sha256"]:
+        raise CacheCorrupt(f"{name}: the bytes read back are not those written; check the disk")
+
+
+def finish(root: Root, notes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Close the cache once every unit is committed: dataset files, then the COMPLETE record over all of it.
+
+    `notes` (an audit's result, say) are kept in the record. ValueError names missing units. Doing it twice is harmless.
+    """
+    folder = Folder(root)
+    opened = open_folder(folder)
+    committed = committed_units(opened)
+    missing = [unit for unit in range(opened.units) if unit not in committed]
+    if missing:
+        shown = ", ".join(map(str, missing[:10])) + ("..." if len(missing) > 10 else "")
+        raise ValueError(
+            f"{len(missing)} of {opened.units} units of {folder} are not committed ({shown}); build them first"
+        )
+    folder.remove_dead_temporaries(everything=True)
+    shards = [committed[unit] for unit in range(opened.units)]
+    identity = opened.manifest["identity"]
+    size = sum(record["bytes"] for record in shards)
+    state = {
+        "_data_files": [{"filename": record["shard"]} for record in shards],
+        "_fingerprint": identity[:16],
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    description = "Target cache for training speculative-decoding drafters; states are compressed inside each row."
+    info = {"description": description, "features": dataset_features(), "dataset_size": size, "version": None}
+    files: dict[str, str] = {MANIFEST: opened.manifest_sha256, SAMPLES: opened.manifest["samples"]["sha256"]}
+    for entry in opened.manifest["codecs"].values():
+        if entry:
+            files[entry["file"]] = entry["sha256"]
+    for name, content in ((STATE, state), (DATASET_INFO, info)):
+        data = json.dumps(content, indent=1, sort_keys=True).encode()
+        folder.write(name, data)
+        files[name] = hashlib.sha256(data).hexdigest()
+    record = {
+        "identity": identity,
+        "files": files,
+        "rows": sum(r["rows"] for r in shards),
+        "tokens": sum(r["tokens"] for r in shards),
+        "bytes": size,
+        "shards": shards,
+        "notes": dict(notes or {}),
+    }
+    folder.write(COMPLETE, seal(record))
+    return record

@@ -1,0 +1,168 @@
+"""What a cache will hold, fixed before anything is captured: samples in order, cut into units, and their codecs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from storage.codecs import CodecSpec
+from storage.codecs.base import Codec
+from storage.identity import identity_of, plain
+
+FORMAT = "dspark-target-cache"
+VERSION = 1
+DEFAULT_UNIT_TOKENS = 65_536
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachePlan:
+    """The cache to build.
+
+    `contract`: how states and blocks are to be read (the caller's value object as a dict). `inputs`: whatever else the
+    content depends on (identity of the conversations, capture dtype, seeds). `samples`: (sample id, tokens) in order.
+    `skipped`: sample ids left out, by reason. `max_bytes`: the shards may not grow beyond it.
+    """
+
+    contract: Mapping[str, Any]
+    num_layers: int
+    hidden_size: int
+    samples: Sequence[tuple[str, int]]
+    features: CodecSpec = field(default_factory=lambda: CodecSpec(name="bf16"))
+    teacher: CodecSpec | None = field(default_factory=lambda: CodecSpec(name="bf16"))
+    teacher_scope: Literal["supervised", "all"] = "supervised"
+    unit_tokens: int = DEFAULT_UNIT_TOKENS
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    skipped: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.samples:
+            counts = {reason: len(ids) for reason, ids in self.skipped.items()}
+            raise ValueError(f"no sample is left to cache (left out: {counts or 'none'}); give more conversations")
+        seen: set[str] = set()
+        for sample_id, length in self.samples:
+            if sample_id in seen:
+                raise ValueError(f"sample id {sample_id!r} occurs twice; ids must be unique in a cache")
+            if length < 1:
+                raise ValueError(
+                    f"sample {sample_id!r} has {length} tokens; leave empty rows out and list them as skipped"
+                )
+            seen.add(sample_id)
+
+    @property
+    def units(self) -> list[tuple[int, int]]:
+        return plan_units([length for _, length in self.samples], self.unit_tokens)
+
+    @property
+    def tokens(self) -> int:
+        return sum(length for _, length in self.samples)
+
+    def fields(self) -> dict[str, Any]:
+        """Everything that the cache's content depends on, as it is compared on resume."""
+        return plain(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "contract": self.contract,
+                "inputs": self.inputs,
+                "num_layers": self.num_layers,
+                "hidden_size": self.hidden_size,
+                "features": self.features.to_dict(),
+                "teacher": self.teacher.to_dict() if self.teacher else None,
+                "teacher_scope": self.teacher_scope,
+                "unit_tokens": self.unit_tokens,
+                "samples": {
+                    "count": len(self.samples),
+                    "tokens": self.tokens,
+                    "order_sha256": order_hash(self.samples),
+                },
+            }
+        )
+
+    @property
+    def identity(self) -> str:
+        return identity_of(self.fields())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codecs:
+    """The fitted codecs of a cache. `teacher` is None when last states are not stored."""
+
+    features: Codec
+    teacher: Codec | None
+
+    def estimate_bytes(self, tokens: int, teacher_tokens: int) -> int:
+        """Bytes of states for so many tokens, by the rates measured when the codecs were fitted (raw size if never)."""
+        size = tokens * _bytes_per_token(self.features)
+        if self.teacher is not None:
+            size += teacher_tokens * _bytes_per_token(self.teacher)
+        return round(size)
+
+
+def _bytes_per_token(codec: Codec) -> float:
+    return float(codec.measured.get("bytes_per_token", 2 * codec.width))
+
+
+def plan_units(sample_lengths: Sequence[int], unit_tokens: int) -> list[tuple[int, int]]:
+    """Cut the samples into half-open ranges of at most `unit_tokens` tokens each (one sample at least)."""
+    if unit_tokens < 1:
+        raise ValueError(f"unit_tokens = {unit_tokens}: a unit holds at least one token")
+    units, start, filled = [], 0, 0
+    for index, length in enumerate(sample_lengths):
+        if index > start and filled + length > unit_tokens:
+            units.append((start, index))
+            start, filled = index, 0
+        filled += length
+    if start < len(sample_lengths):
+        units.append((start, len(sample_lengths)))
+    return units
+
+
+def order_hash(samples: Sequence[tuple[str, int]]) -> str:
+    """SHA-256 over the samples' ids and lengths in order."""
+    digest = hashlib.sha256()
+    for sample_id, length in samples:
+        digest.update(f"{sample_id}\t{length}\n".encode())
+    return digest.hexdigest()
+
+
+def write_samples(plan: CachePlan) -> bytes:
+    """`samples.arrow`: an IPC stream with sample_id, length and unit."""
+    units = np.repeat(np.arange(len(plan.units), dtype=np.int32), [stop - start for start, stop in plan.units])
+    table = pa.table(
+        {
+            "sample_id": pa.array([sample_id for sample_id, _ in plan.samples], pa.string()),
+            "length": pa.array([length for _, length in plan.samples], pa.int32()),
+            "unit": pa.array(units, pa.int32()),
+        }
+    )
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleIndex:
+    """Which sample is which row: ids, lengths [N] int32, and `starts` [units + 1], the first row of each unit."""
+
+    sample_ids: list[str]
+    lengths: np.ndarray
+    starts: np.ndarray
+
+    @classmethod
+    def parse(cls, data: bytes) -> SampleIndex:
+        table = pa.ipc.open_stream(data).read_all()
+        units = table["unit"].to_numpy()
+        starts = np.searchsorted(units, np.arange(int(units[-1]) + 2))
+        return cls(sample_ids=table["sample_id"].to_pylist(), lengths=table["length"].to_numpy(), starts=starts)
+
+    def locate(self, row: int) -> tuple[int, int]:
+        """(unit, row within it)."""
+        unit = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return unit, row - int(self.starts[unit])

@@ -1,0 +1,193 @@
+"""One unit's rows as an Arrow IPC stream, written in bounded record batches and read one batch at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from storage.codecs.base import as_tensor
+from storage.plan import Codecs
+from storage.records import CacheCorrupt, CacheRow, StoredRow, check_spans, row_checksum, schema, teacher_positions
+
+BATCH_BYTES = 4 << 20
+"""A record batch is closed once its states reach this size, so offsets inside it stay far below 2^31."""
+
+
+class NonFiniteState(ValueError):
+    """A captured state holds NaN or infinity; its unit is not written."""
+
+
+def encode_row(row: CacheRow, codecs: Codecs, *, scope: str) -> dict[str, Any]:
+    """A row's columns. ValueError names the sample for wrong shapes, NonFiniteState for NaN and infinity."""
+    input_ids = np.asarray(row.input_ids, np.int32).reshape(-1)
+    length = len(input_ids)
+    spans = check_spans(row.spans, length, row.sample_id)
+    features = as_tensor(row.features)
+    features = features.reshape(features.shape[0], -1)
+    _check(row.sample_id, "captured states", features, (length, codecs.features.width))
+    context = codecs.features.encode(features, first=True)
+    teacher, positions = b"", teacher_positions(spans, length, scope)
+    if codecs.teacher is not None:
+        if row.last is None:
+            raise ValueError(f"sample {row.sample_id!r}: no last state, but the cache stores the teacher")
+        last = as_tensor(row.last)
+        _check(row.sample_id, "last states", last, (length, codecs.teacher.width))
+        if len(positions):
+            chosen = last[torch.from_numpy(positions).to(last.device)]
+            teacher = codecs.teacher.encode(chosen, first=bool(positions[0] == 0))
+    flat = np.array(spans, np.int32).reshape(-1)
+    extra = json.dumps(dict(row.extra), sort_keys=True, ensure_ascii=False)
+    return {
+        "sample_id": row.sample_id,
+        "input_ids": input_ids,
+        "spans": flat,
+        "context": context,
+        "teacher": teacher,
+        "extra": extra,
+        "checksum": row_checksum(row.sample_id, input_ids, flat, context, teacher, extra),
+    }
+
+
+def _check(sample_id: str, what: str, states: torch.Tensor, shape: tuple[int, int]) -> None:
+    if tuple(states.shape) != shape:
+        raise ValueError(f"sample {sample_id!r}: {what} are {tuple(states.shape)}, expected {shape}")
+    finite = torch.isfinite(states)
+    if not bool(finite.all()):
+        token, channel = (int(v) for v in (~finite).nonzero()[0])
+        raise NonFiniteState(
+            f"sample {sample_id!r}: {what} hold {states[token, channel].item()} at token {token}, channel {channel}; "
+            "capture in bfloat16 or float32 (float16 overflows), or leave the sample out"
+        )
+
+
+def write_shard(stream: IO[bytes], encoded: Iterable[Mapping[str, Any]], metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Write the rows; returns sizes, the stream's SHA-256 and where each record batch lies."""
+    counted = _Counted(stream)
+    kind = schema(metadata)
+    batches: list[dict[str, int]] = []
+    totals = {"rows": 0, "tokens": 0, "context_bytes": 0, "teacher_bytes": 0}
+    counted.write(kind.serialize().to_pybytes())
+    pending: list[Mapping[str, Any]] = []
+    pending_bytes = 0
+
+    def close_batch() -> None:
+        nonlocal pending, pending_bytes
+        columns = [pa.array([row[f.name] for row in pending], f.type) for f in kind]
+        data = pa.record_batch(columns, schema=kind).serialize()
+        batches.append({"offset": counted.size, "bytes": data.size, "rows": len(pending)})
+        counted.write(data)
+        pending, pending_bytes = [], 0
+
+    for row in encoded:
+        pending.append(row)
+        pending_bytes += len(row["context"]) + len(row["teacher"])
+        totals["rows"] += 1
+        totals["tokens"] += len(row["input_ids"])
+        totals["context_bytes"] += len(row["context"])
+        totals["teacher_bytes"] += len(row["teacher"])
+        if pending_bytes >= BATCH_BYTES:
+            close_batch()
+    if pending:
+        close_batch()
+    counted.write(b"\xff\xff\xff\xff\x00\x00\x00\x00")  # the IPC end-of-stream mark
+    return {**totals, "bytes": counted.size, "sha256": counted.digest.hexdigest(), "batches": batches}
+
+
+class _Counted:
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.stream, self.size, self.digest = stream, 0, hashlib.sha256()
+
+    def write(self, data: bytes | pa.Buffer) -> None:
+        self.stream.write(data)
+        self.digest.update(data)
+        self.size += memoryview(data).nbytes
+
+
+class ShardReader:
+    """Random rows of one shard, through its commit record; only the batch asked for is looked at."""
+
+    def __init__(self, file: pa.NativeFile, commit: Mapping[str, Any], name: str) -> None:
+        self.name, self._file, self._commit = name, file, commit
+        size = file.size()
+        if size != commit["bytes"]:
+            raise CacheCorrupt(
+                f"{name}: {size} bytes, {commit['bytes']} were committed; fetch or build the shard again"
+            )
+        self._firsts = np.cumsum([0] + [batch["rows"] for batch in commit["batches"]])
+        self._schema = schema({})
+        self._current: tuple[int, pa.RecordBatch] | None = None
+
+    def batch(self, number: int) -> pa.RecordBatch:
+        """Record batch `number`; CacheCorrupt if it cannot be parsed."""
+        if self._current is not None and self._current[0] == number:
+            return self._current[1]
+        entry = self._commit["batches"][number]
+        try:
+            data = self._file.read_at(entry["bytes"], entry["offset"])
+            buffer = data if isinstance(data, pa.Buffer) else pa.py_buffer(data)
+            batch = pa.ipc.read_record_batch(buffer, self._schema)
+            batch.validate(full=True)
+        except (pa.ArrowInvalid, OSError, EOFError) as error:
+            raise CacheCorrupt(f"{self.name}: record batch {number} cannot be read ({error})") from error
+        if batch.num_rows != entry["rows"]:
+            raise CacheCorrupt(f"{self.name}: record batch {number} has {batch.num_rows} rows, not {entry['rows']}")
+        self._current = (number, batch)
+        return batch
+
+    def row(self, index: int) -> dict[str, Any]:
+        """The columns of one row, states still coded."""
+        number = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        return columns_of(self.batch(number), index - int(self._firsts[number]))
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        for index in range(int(self._firsts[-1])):
+            yield self.row(index)
+
+
+def columns_of(batch: pa.RecordBatch, index: int) -> dict[str, Any]:
+    """One row of a record batch without copying its states."""
+    return {
+        "sample_id": batch.column(0)[index].as_py(),
+        "input_ids": batch.column(1)[index].values.to_numpy(),
+        "spans": batch.column(2)[index].values.to_numpy(),
+        "context": memoryview(batch.column(3)[index].as_buffer()),
+        "teacher": memoryview(batch.column(4)[index].as_buffer()),
+        "extra": batch.column(5)[index].as_py(),
+        "checksum": batch.column(6)[index].as_py(),
+    }
+
+
+def checksum_of(columns: Mapping[str, Any]) -> int:
+    """What the row's checksum should be."""
+    names = ("sample_id", "input_ids", "spans", "context", "teacher", "extra")
+    return row_checksum(*(columns[name] for name in names))
+
+
+def decode_row(
+    columns: Mapping[str, Any], codecs: Codecs, *, scope: str, device: torch.device | str, dtype: torch.dtype
+) -> StoredRow:
+    """Columns to states on the device."""
+    length = len(columns["input_ids"])
+    spans = tuple((int(a), int(b)) for a, b in columns["spans"].reshape(-1, 2))
+    positions = teacher_positions(spans, length, scope)
+    features = codecs.features.decode(columns["context"], length, device=device, dtype=dtype)
+    if codecs.teacher is None or not len(positions):
+        width = codecs.teacher.out_width if codecs.teacher else 0
+        last = torch.empty(0 if codecs.teacher is None else len(positions), width, dtype=dtype, device=device)
+    else:
+        last = codecs.teacher.decode(columns["teacher"], len(positions), device=device, dtype=dtype)
+    return StoredRow(
+        sample_id=columns["sample_id"],
+        input_ids=torch.from_numpy(columns["input_ids"].astype(np.int64)),
+        spans=spans,
+        features=features,
+        teacher_positions=torch.from_numpy(positions),
+        last_states=last,
+        extra=json.loads(columns["extra"]),
+    )

@@ -1,0 +1,272 @@
+"""Reading a target cache, and the names a user of this package needs in one place.
+
+N rows (sequences), S tokens of a row, P teacher positions of a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from storage.codecs import Codec, CodecSpec, fit_codec
+from storage.codecs.transform import Quantised
+from storage.commits import (
+    COMPLETE,
+    MANIFEST,
+    Opened,
+    Root,
+    committed_units,
+    create_or_resume,
+    finish,
+    load_codecs,
+    open_folder,
+    write_unit,
+)
+from storage.filesystems import Folder, StorageFull
+from storage.local_copy import LocalCopy
+from storage.plan import CachePlan, Codecs, plan_units
+from storage.records import CacheCorrupt, CacheRow, StoredRow, unseal
+from storage.shards import NonFiniteState, ShardReader, checksum_of, decode_row
+from storage.verify import Problem, verify
+
+__all__ = [
+    "CacheCorrupt",
+    "CachePlan",
+    "CacheRow",
+    "Codec",
+    "CodecSpec",
+    "Codecs",
+    "NonFiniteState",
+    "Problem",
+    "StorageFull",
+    "StoredRow",
+    "TargetCache",
+    "create_or_resume",
+    "finish",
+    "fit_codec",
+    "is_finished",
+    "load_codecs",
+    "plan_units",
+    "verify",
+    "write_unit",
+]
+
+
+def is_finished(root: Root) -> bool:
+    """Whether a cache was built there to the end."""
+    return Folder(root).exists(COMPLETE)
+
+
+class TargetCache:
+    """Random rows, ranges and streams of a finished cache; pickles, so workers may hold one each."""
+
+    def __init__(
+        self,
+        opened: Opened,
+        shards: dict[int, dict[str, Any]],
+        *,
+        complete: dict[str, Any] | None,
+        local_copy: Root | None = None,
+        local_copy_bytes: int | None = None,
+        check: bool = True,
+        max_open: int = 32,
+    ) -> None:
+        self._opened, self._shards, self.complete = opened, shards, complete
+        self.folder, self.manifest, self.codecs = opened.folder, opened.manifest, opened.codecs
+        self._options = {
+            "local_copy": local_copy,
+            "local_copy_bytes": local_copy_bytes,
+            "check": check,
+            "max_open": max_open,
+        }
+        starts = opened.samples.starts
+        self._rows = np.concatenate(
+            [np.arange(starts[unit], starts[unit + 1]) for unit in sorted(shards)] or [np.empty(0, np.int64)]
+        )
+        self._check, self._max_open = check, max_open
+        self._checked = np.zeros(len(opened.samples.lengths), bool)
+        self._open: OrderedDict[int, ShardReader] = OrderedDict()
+        self._copy = None
+        if not self.folder.is_local or local_copy is not None:
+            self._copy = LocalCopy(self.folder, local_copy, max_bytes=local_copy_bytes)
+
+    @classmethod
+    def open(
+        cls,
+        root: Root,
+        *,
+        partial: bool = False,
+        local_copy: Root | None = None,
+        local_copy_bytes: int | None = None,
+        check: bool = True,
+        max_open: int = 32,
+    ) -> TargetCache:
+        """Open a finished cache at a path or URL.
+
+        `partial`: also one still being built, of which the rows committed so far are seen. `local_copy`: where shards
+        of a remote cache are kept, at most `local_copy_bytes` of them. `check`: verify each row's checksum at its first
+        read. `max_open`: shards held open at once.
+        """
+        folder = Folder(root)
+        opened = open_folder(folder)
+        complete = None
+        if folder.exists(COMPLETE):
+            complete = unseal(folder.read(COMPLETE), folder.describe(COMPLETE))
+            if complete["files"][MANIFEST] != opened.manifest_sha256:
+                raise CacheCorrupt(f"{folder.describe(MANIFEST)}: not the manifest that the cache was finished with")
+            shards = {record["unit"]: record for record in complete["shards"]}
+        elif partial:
+            shards = committed_units(opened)
+        else:
+            done, total = len(committed_units(opened)), opened.units
+            raise CacheCorrupt(
+                f"{folder} is not finished ({done} of {total} units committed): resume the build, "
+                "or open it with partial=True to see the committed rows"
+            )
+        return cls(
+            opened,
+            shards,
+            complete=complete,
+            local_copy=local_copy,
+            local_copy_bytes=local_copy_bytes,
+            check=check,
+            max_open=max_open,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"root": self.folder.url, "partial": self.complete is None, "options": self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        other = TargetCache.open(state["root"], partial=state["partial"], **state["options"])
+        self.__dict__.update(other.__dict__)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[N] int32, tokens of each row."""
+        return self._opened.samples.lengths[self._rows]
+
+    @property
+    def sample_ids(self) -> list[str]:
+        ids = self._opened.samples.sample_ids
+        return ids if len(self._rows) == len(ids) else [ids[row] for row in self._rows]
+
+    @property
+    def rows_per_shard(self) -> list[int]:
+        """Rows of each shard in order, for a windowed shuffle."""
+        return [self._shards[unit]["rows"] for unit in sorted(self._shards)]
+
+    @property
+    def identity(self) -> str:
+        return str(self.manifest["identity"])
+
+    @property
+    def contract(self) -> dict[str, Any]:
+        """How states and blocks are to be read, as given when the cache was planned."""
+        return dict(self.manifest["fields"]["contract"])
+
+    @property
+    def projection(self) -> torch.Tensor | None:
+        """P [C, m*d] float32 if `features` are coordinates P x, else None.
+
+        A context projection F [d, C] trained on them is F @ P on the captured states themselves.
+        """
+        codec = self.codecs.features
+        if isinstance(codec, Quantised) and codec.settings.get("output") != "states":
+            return codec.tensors.get("forward")
+        return None
+
+    def raw_row(self, index: int) -> dict[str, Any]:
+        """A row's columns with its states still coded; checksum and sample id verified at the first read."""
+        if not -len(self._rows) <= index < len(self._rows):
+            raise IndexError(f"row {index} of {len(self._rows)}")
+        row = int(self._rows[index])
+        unit, place = self._opened.samples.locate(row)
+        reader = self._reader(unit)
+        columns = reader.row(place)
+        if self._check and not self._checked[row]:
+            expected = self._opened.samples.sample_ids[row]
+            if columns["sample_id"] != expected:
+                raise CacheCorrupt(f"{reader.name}, row {place}: holds {columns['sample_id']!r}, not {expected!r}")
+            if checksum_of(columns) != columns["checksum"]:
+                raise CacheCorrupt(
+                    f"{reader.name}, row {place} ({expected!r}): checksum differs; fetch the shard again"
+                )
+            self._checked[row] = True
+        return columns
+
+    def row(self, index: int, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16) -> StoredRow:
+        """Row `index`, decoded to the device."""
+        scope = self.manifest["fields"]["teacher_scope"]
+        return decode_row(self.raw_row(index), self.codecs, scope=scope, device=device, dtype=dtype)
+
+    def rows(self, indices: Iterable[int], **options: Any) -> Iterator[StoredRow]:
+        """Rows in the order asked for, one at a time."""
+        for index in indices:
+            yield self.row(int(index), **options)
+
+    def __iter__(self) -> Iterator[StoredRow]:
+        return self.rows(range(len(self)))
+
+    def _reader(self, unit: int) -> ShardReader:
+        if unit in self._open:
+            self._open.move_to_end(unit)
+            return self._open[unit]
+        record = self._shards[unit]
+        folder = self.folder
+        if self._copy is not None:
+            folder = self._copy.fetch(record)
+        try:
+            file = folder.open_input(record["shard"])
+        except FileNotFoundError as error:
+            raise CacheCorrupt(f"{folder.describe(record['shard'])} is missing; verify the cache") from error
+        reader = ShardReader(file, record, folder.describe(record["shard"]))
+        self._open[unit] = reader
+        while len(self._open) > self._max_open:
+            self._open.popitem(last=False)
+        return reader
+
+    def info(self, *, corpus_tokens: int | None = None) -> dict[str, Any]:
+        """Rows, tokens, bytes a token by part, codecs with measured errors, identity; TB for a corpus of that size."""
+        records = list(self._shards.values())
+        tokens = sum(record["tokens"] for record in records)
+        context = sum(record["context_bytes"] for record in records)
+        teacher = sum(record["teacher_bytes"] for record in records)
+        size = sum(record["bytes"] for record in records)
+        fields = self.manifest["fields"]
+        raw = 2 * fields["hidden_size"] * (fields["num_layers"] + 1)
+        per = {"context": context, "teacher": teacher, "other": size - context - teacher, "all": size}
+        result: dict[str, Any] = {
+            "finished": self.complete is not None,
+            "rows": len(self),
+            "tokens": tokens,
+            "bytes": size,
+            "bytes_per_token": {part: round(value / max(tokens, 1), 2) for part, value in per.items()},
+            "raw_bytes_per_token": raw,
+            "times_smaller": round(raw * tokens / max(size, 1), 2),
+            "codecs": self.manifest["codecs"],
+            "identity": self.identity,
+            "contract": self.contract,
+            "units": {"committed": len(records), "planned": self.manifest["units"]},
+            "skipped": {reason: len(ids) for reason, ids in self.manifest["skipped"].items()},
+            "notes": (self.complete or {}).get("notes", {}),
+        }
+        if corpus_tokens is not None:
+            result["terabytes_at_corpus"] = round(size / max(tokens, 1) * corpus_tokens / 1e12, 4)
+        return result
+
+    def verify(self, *, workers: int = 1) -> list[Problem]:
+        """Check every byte of every file; an empty list means that nothing is wrong."""
+        return verify(self.folder.url, workers=workers)
+
+    def content_hash(self) -> str:
+        """SHA-256 over the shards' hashes: equal for equal content."""
+        joined = "".join(self._shards[unit]["sha256"] for unit in sorted(self._shards))
+        return hashlib.sha256(joined.encode()).hexdigest()

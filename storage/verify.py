@@ -1,0 +1,196 @@
+"""Every byte of a cache checked; what is wrong is named by file and, inside a shard, by row."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import pyarrow as pa
+
+from storage.commits import COMPLETE, MANIFEST, commit_name, committed_units, open_folder, shard_name
+from storage.filesystems import TEMPORARY_SUFFIX, Folder
+from storage.records import CacheCorrupt, unseal
+from storage.shards import ShardReader, checksum_of
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is not as it was written. `row` is the row within the shard, `sample_id` that of the plan."""
+
+    file: str
+    what: str
+    row: int | None = None
+    sample_id: str | None = None
+
+    def __str__(self) -> str:
+        place = f", row {self.row} ({self.sample_id!r})" if self.row is not None else ""
+        return f"{self.file}{place}: {self.what}"
+
+
+def verify(root: str | PathLike[str], *, workers: int = 1) -> list[Problem]:
+    """All problems of a finished cache (or of the committed part of an unfinished one); none means sound.
+
+    Shards are hashed in `workers` threads. FileNotFoundError if there is no cache at all.
+    """
+    folder = Folder(root)
+    if not folder.exists(MANIFEST) and not folder.exists(COMPLETE):
+        raise FileNotFoundError(f"{folder} holds no target cache (no {MANIFEST}); check the path")
+    problems: list[Problem] = []
+    complete: dict[str, Any] | None = None
+    names = folder.files()
+    if COMPLETE in names:
+        try:
+            complete = unseal(folder.read(COMPLETE), COMPLETE)
+        except CacheCorrupt as error:
+            problems.append(Problem(COMPLETE, str(error)))
+    for name, digest in (complete or {}).get("files", {}).items():
+        if name not in names:
+            problems.append(Problem(name, "missing"))
+        elif hashlib.sha256(folder.read(name)).hexdigest() != digest:
+            problems.append(Problem(name, "its SHA-256 is not the one that the cache was finished with"))
+    try:
+        opened = open_folder(folder)
+    except (CacheCorrupt, ValueError, FileNotFoundError, KeyError) as error:
+        return problems or [Problem(MANIFEST, str(error))]
+    if complete is not None:
+        records = {record["unit"]: record for record in complete["shards"]}
+        problems += _check_commits(folder, records, names)
+    else:
+        records = committed_units(opened)
+        unsound = [u for u in range(opened.units) if commit_name(u) in names and u not in records]
+        problems += [Problem(commit_name(u), "damaged, or its shard is missing or short") for u in unsound]
+    ids = opened.samples.sample_ids
+    starts = opened.samples.starts
+    owners = {record["sha256"]: unit for unit, record in records.items()}
+    jobs = [
+        (folder.url, record, ids[starts[unit] : starts[unit + 1]], owners)
+        for unit, record in sorted(records.items())
+        if _present(record, names, problems)
+    ]
+    problems += _check_shards(jobs, workers)
+    problems += _check_strangers(names, complete, opened.units)
+    return problems
+
+
+def _present(record: Mapping[str, Any], names: Mapping[str, int], problems: list[Problem]) -> bool:
+    if record["shard"] in names:
+        return True
+    problems.append(Problem(record["shard"], f"missing (unit {record['unit']}, {record['rows']} rows)"))
+    return False
+
+
+def _check_commits(folder: Folder, records: Mapping[int, Any], names: Mapping[str, int]) -> list[Problem]:
+    problems = []
+    for unit, record in records.items():
+        name = commit_name(unit)
+        if name not in names:
+            problems.append(Problem(name, "missing"))
+            continue
+        try:
+            if unseal(folder.read(name), name) != record:
+                problems.append(Problem(name, "not the record that the cache was finished with"))
+        except CacheCorrupt as error:
+            problems.append(Problem(name, str(error)))
+    return problems
+
+
+def _check_strangers(names: Mapping[str, int], complete: Mapping[str, Any] | None, units: int) -> list[Problem]:
+    known = set((complete or {}).get("files", {})) | {COMPLETE}
+    known |= {name(unit) for unit in range(units) for name in (shard_name, commit_name)}
+    if complete is None:
+        return []
+    return [
+        Problem(name, "a temporary file left behind" if name.endswith(TEMPORARY_SUFFIX) else "not part of the cache")
+        for name in names
+        if name not in known
+    ]
+
+
+Job = tuple[str, dict[str, Any], list[str], dict[str, int]]
+
+
+def _check_shards(jobs: list[Job], workers: int) -> list[Problem]:
+    with ThreadPoolExecutor(max(workers, 1)) as pool:  # hashing and reading leave the interpreter lock free
+        suspects = [job for job, whole in zip(jobs, pool.map(_is_whole, jobs), strict=True) if not whole]
+    problems: list[Problem] = []
+    for job in suspects:
+        # A damaged file is parsed in a process of its own: whatever it does there, this one goes on.
+        command = [sys.executable, "-m", "storage.verify"]
+        done = subprocess.run(command, input=pickle.dumps(job), capture_output=True, check=False)
+        if done.returncode == 0:
+            problems += pickle.loads(done.stdout)
+        else:
+            reason = done.stderr.decode(errors="replace").strip().rsplit("\n", 1)[-1]
+            problems.append(Problem(job[1]["shard"], f"damaged so badly that reading it fails: {reason}"))
+    return problems
+
+
+def _is_whole(job: Job) -> bool:
+    url, record, ids, _ = job
+    folder = Folder(url)
+    digest, size = hashlib.sha256(), 0
+    with folder.open_input(record["shard"], memory_map=False) as stream:
+        while chunk := stream.read(4 << 20):
+            digest.update(chunk)
+            size += len(chunk)
+    return size == record["bytes"] and digest.hexdigest() == record["sha256"] and record["rows"] == len(ids)
+
+
+def examine_shard(job: Job) -> list[Problem]:
+    """Find the rows that a shard with a wrong hash or size has lost or altered."""
+    url, record, ids, owners = job
+    folder, name = Folder(url), record["shard"]
+    data = folder.read(name)
+    owner = owners.get(hashlib.sha256(data).hexdigest())
+    if owner is not None and owner != record["unit"]:
+        return [Problem(name, f"holds the bytes of unit {owner}'s shard: swapped or duplicated")]
+    problems = []
+    if len(data) != record["bytes"]:
+        lost = sum(b["rows"] for b in record["batches"] if b["offset"] + b["bytes"] > len(data))
+        problems.append(
+            Problem(
+                name, f"{len(data)} bytes, {record['bytes']} were committed; {lost} of {record['rows']} rows cut off"
+            )
+        )
+    row = 0
+    for number, batch in enumerate(record["batches"]):
+        if batch["offset"] + batch["bytes"] > len(data):
+            first = ids[row] if row < len(ids) else None
+            problems.append(Problem(name, f"record batch {number} is cut off", row, first))
+            break
+        problems += _examine_batch(data, record, number, row, ids)
+        row += batch["rows"]
+    return problems or [Problem(name, "bytes outside any row were changed (schema, padding or end mark)")]
+
+
+def _examine_batch(data: bytes, record: Mapping[str, Any], number: int, row: int, ids: list[str]) -> list[Problem]:
+    name, count = record["shard"], record["batches"][number]["rows"]
+    reader = ShardReader(pa.BufferReader(data), {**record, "bytes": len(data)}, name)
+    try:
+        reader.batch(number)
+    except CacheCorrupt as error:
+        return [Problem(name, f"rows {row}..{row + count - 1}: {error}", row, ids[row])]
+    problems = []
+    for index in range(row, row + count):
+        try:
+            columns = reader.row(index)
+            if columns["sample_id"] != ids[index]:
+                problems.append(Problem(name, f"holds sample {columns['sample_id']!r}", index, ids[index]))
+            elif checksum_of(columns) != columns["checksum"]:
+                problems.append(Problem(name, "checksum differs", index, ids[index]))
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
+            problems.append(Problem(name, f"cannot be read ({error})", index, ids[index]))
+    return problems
+
+
+if __name__ == "__main__":
+    from storage import verify as module  # the importable one, so that what is pickled can be read back
+
+    sys.stdout.buffer.write(pickle.dumps(module.examine_shard(pickle.load(sys.stdin.buffer))))
