@@ -156,8 +156,8 @@ def columns_of(batch: pa.RecordBatch, index: int) -> dict[str, Any]:
         "sample_id": batch.column(0)[index].as_py(),
         "input_ids": batch.column(1)[index].values.to_numpy(),
         "spans": batch.column(2)[index].values.to_numpy(),
-        "context": memoryview(batch.column(3)[index].as_buffer()),
-        "teacher": memoryview(batch.column(4)[index].as_buffer()),
+        "context": memoryview(batch.column(3)[index].as_buffer()).cast("B"),
+        "teacher": memoryview(batch.column(4)[index].as_buffer()).cast("B"),
         "extra": batch.column(5)[index].as_py(),
         "checksum": batch.column(6)[index].as_py(),
     }

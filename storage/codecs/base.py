@@ -110,7 +110,7 @@ class LossyCodec(Codec):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
     ) -> torch.Tensor:
-        view = memoryview(payload)
+        view = memoryview(payload).cast("B")
         flag, view = view[0], view[1:]
         if flag == NO_FIRST:
             return self.decode_rows(view, rows, device).to(dtype)

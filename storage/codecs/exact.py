@@ -58,7 +58,7 @@ class Bf16Planes(Codec):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
     ) -> torch.Tensor:
-        view = memoryview(payload)
+        view = memoryview(payload).cast("B")
         (size,) = struct.unpack("<I", view[:4])
         count = rows * self.width
         upper = zstandard.ZstdDecompressor().decompress(view[4 : 4 + size], max_output_size=count)

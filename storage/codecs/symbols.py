@@ -62,7 +62,7 @@ def pack(codes: np.ndarray, classes: np.ndarray, *, level: int = 1) -> bytes:
 
 def unpack(payload: bytes | memoryview, classes: np.ndarray, rows: int) -> np.ndarray:
     """Bytes to integers [C, R]: int8 where nothing lies outside ±127, else int32."""
-    view = memoryview(payload)
+    view = memoryview(payload).cast("B")
     sizes = []
     for _ in range(5):
         size, view = _read_leb128(view)
