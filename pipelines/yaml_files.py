@@ -163,7 +163,7 @@ def _merge_values(below: dict[str, Any], above: dict[str, Any], path: KeyPath, p
 
 
 def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
-    """Apply `dotted.key=value` words; the value is read as YAML, an index picks from a list (`data.train.0.limit=5`)."""
+    """Apply `dotted.key=value` words; the value is read as YAML, an index picks from a list (`data.train.0.limit`)."""
     for word in overrides:
         dotted, equals, text = word.partition("=")
         path: KeyPath = tuple(int(part) if part.isdigit() else part for part in dotted.strip().split("."))

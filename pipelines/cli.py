@@ -1,0 +1,180 @@
+"""The `dspark` command. It imports nothing heavy until a command needs it; a user's mistake exits with code 2.
+
+`dspark run CONFIG` does every stage that is not done yet. Each stage, the tools on caches, and the cluster have their
+own commands (`cli_tools`, `cli_cluster`).
+"""
+
+from __future__ import annotations
+
+import dis
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipelines import cli_cluster, cli_tools
+from pipelines.errors import UserError
+
+if TYPE_CHECKING:
+    from pipelines.run import Outcome
+    from pipelines.settings import Settings
+
+OWN_PACKAGES = ("dspark", "storage", "cluster", "pipelines")
+
+ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="A settings file, e.g. configs/quickstart.yaml.")]
+OverridesArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's.")
+]
+RedoOption = Annotated[
+    bool, typer.Option("--redo", help="Move outputs made with other settings to replaced/ and make them anew.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the outcome as JSON on standard output.")]
+
+app = typer.Typer(
+    name="dspark",
+    help="Train, calibrate, measure and publish speculative-decoding drafters.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"max_content_width": 120},
+)
+
+
+@app.command()
+def run(
+    config: ConfigArgument, overrides: OverridesArgument = None, redo: RedoOption = False, as_json: JsonOption = False
+) -> None:
+    """Do every stage that is not done yet, from prompts to a published drafter with its report."""
+    _run_stages(config, overrides or [], None, redo=redo, as_json=as_json)
+
+
+def _add_stage_command(name: str, summary: str) -> None:
+    def command(
+        config: ConfigArgument,
+        overrides: OverridesArgument = None,
+        redo: RedoOption = False,
+        as_json: JsonOption = False,
+    ) -> None:
+        _run_stages(config, overrides or [], [name], redo=redo, as_json=as_json)
+
+    command.__doc__ = summary
+    app.command(name)(command)
+
+
+_add_stage_command("regenerate", "Let the target write its own answers to the training prompts.")
+
+
+@cli_tools.cache_app.command("build")
+def build_cache(
+    config: ConfigArgument, overrides: OverridesArgument = None, redo: RedoOption = False, as_json: JsonOption = False
+) -> None:
+    """Build the target cache (`dspark cache CONFIG` for short)."""
+    _run_stages(config, overrides or [], ["cache"], redo=redo, as_json=as_json)
+
+
+app.add_typer(cli_tools.cache_app, name="cache")
+_add_stage_command("train", "Train the drafter on the target cache.")
+_add_stage_command("calibrate", "Fit the confidence temperatures on the calibration prompts.")
+_add_stage_command("evaluate", "Measure accepted length on the evaluation prompts.")
+_add_stage_command("publish", "Write the published checkpoint, and upload it where asked.")
+cli_tools.add_commands(app)
+cli_cluster.add_commands(app)
+
+
+@app.command()
+def refit(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    drafter: Annotated[str, typer.Option("--from", help="Folder of the published drafter to start from.")] = "",
+    redo: RedoOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Fit a published drafter to other prompts or another thinking mode, and evaluate it beside the old one."""
+    from pipelines.refit import refit_settings
+
+    _execute(refit_settings(config, overrides or [], drafter or None), None, redo=redo, as_json=as_json)
+
+
+def _run_stages(
+    config: str, overrides: Sequence[str], only: Sequence[str] | None, *, redo: bool, as_json: bool
+) -> None:
+    from pipelines.settings import load_settings
+
+    _execute(load_settings(config, overrides), only, redo=redo, as_json=as_json)
+
+
+def _execute(settings: Settings, only: Sequence[str] | None, *, redo: bool, as_json: bool) -> None:
+    from pipelines import provenance
+    from pipelines.progress import Reporter
+    from pipelines.run import run_stages
+
+    signal.signal(signal.SIGTERM, _stop)
+    origin = provenance.collect(settings.run.seed)
+    outcomes = run_stages(settings, Reporter(), only=only, redo=redo, provenance=origin)
+    if as_json:
+        stages = [vars(outcome) for outcome in outcomes]
+        print(json.dumps({"directory": settings.run.directory, "stages": stages}, indent=2))
+    else:
+        _print_outcomes(outcomes)
+
+
+def _print_outcomes(outcomes: Sequence[Outcome]) -> None:
+    from pipelines.progress import duration
+
+    for outcome in outcomes:
+        took = f"in {duration(outcome.seconds)}" if outcome.state == "done" else "already"
+        print(f"{outcome.stage:<11} done {took:<10} {outcome.output}")
+        if isinstance(outcome.result.get("summary"), str):
+            print(outcome.result["summary"])
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point: exit code 0, 2 for a user's mistake (one message), 130 when interrupted, 1 for a fault of ours."""
+    try:
+        app(args=None if arguments is None else list(arguments))
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the reader went away; nothing is left to flush to
+        raise SystemExit(0) from None
+    except Exception as error:
+        if os.environ.get("DSPARK_TRACEBACK") or not is_users_mistake(error):
+            raise
+        print(f"dspark: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def is_users_mistake(error: BaseException) -> bool:
+    """Whether the message alone is for the user: a UserError, or a value or file error that our own code *raises*.
+
+    A ValueError that comes out of a library, or out of a builtin that we called wrongly, keeps its traceback.
+    """
+    if isinstance(error, UserError):
+        return True
+    return isinstance(error, (ValueError, OSError)) and _raised_by_us(error.__traceback__)
+
+
+def _raised_by_us(traceback: TracebackType | None) -> bool:
+    if traceback is None:
+        return False
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    code: Any = traceback.tb_frame.f_code.co_code
+    module = str(traceback.tb_frame.f_globals.get("__name__", ""))
+    explicit = code[traceback.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return explicit and module.partition(".")[0] in OWN_PACKAGES
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Commands that look at things: caches, plans, reports, single answers, this machine, settings."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
+ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="A settings file.")]
+OverridesArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's.")
+]
+PathArgument = Annotated[str, typer.Argument(metavar="PATH", help="A target cache, or the run that holds it.")]
+
+
+class _BuildByDefault(TyperGroup):
+    """`dspark cache CONFIG` is `dspark cache build CONFIG`; the other words are tools."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            args = ["build", *args]
+        return super().parse_args(ctx, args)
+
+
+cache_app = typer.Typer(
+    cls=_BuildByDefault,
+    help="Build the target cache (`dspark cache CONFIG`), or look at one.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@cache_app.command("info")
+def cache_info(path: PathArgument, as_json: JsonOption = False) -> None:
+    """Rows, tokens, bytes a token by part, codecs with their measured errors, identity."""
+    from storage.target_cache import TargetCache
+
+    print_values(TargetCache.open(_cache_in(path)).info(), as_json)
+
+
+@cache_app.command("verify")
+def cache_verify(path: PathArgument, as_json: JsonOption = False) -> None:
+    """Read everything, check every checksum, and name what is wrong; exit code 1 if anything is."""
+    from storage.target_cache import TargetCache
+
+    cache = TargetCache.open(_cache_in(path))
+    problems = [str(problem) for problem in cache.verify()]
+    if as_json:
+        print(json.dumps({"rows": len(cache), "problems": problems}, indent=2))
+    else:
+        print("\n".join(problems) or f"{len(cache):,} rows, nothing wrong")
+    raise typer.Exit(1 if problems else 0)
+
+
+def _cache_in(path: str) -> str:
+    from storage.filesystems import Folder
+
+    return f"{path.rstrip('/')}/cache" if Folder(path).exists("run.json") else path
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Register this module's commands on the main command."""
+    for command in (plan, report, decode, settings, doctor):
+        app.command()(command)
+
+
+def plan(config: ConfigArgument, overrides: OverridesArgument = None, as_json: JsonOption = False) -> None:
+    """What a run will cost before it starts: tokens, bytes a token by codec, storage in all."""
+    from pipelines.plan import make_plan, plan_text
+    from pipelines.progress import Reporter
+    from pipelines.settings import load_settings
+
+    estimate = make_plan(load_settings(config, overrides or []), Reporter())
+    print(json.dumps(estimate, indent=2) if as_json else plan_text(estimate))
+
+
+def report(
+    directory: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")], as_json: JsonOption = False
+) -> None:
+    """Make a run's report again from its recorded events, and say where it is."""
+    from pipelines.progress import Reporter
+    from pipelines.run import open_run
+
+    run = open_run(directory)
+    with run.directory.lock():
+        run.require("evaluate", needed_by="the report")
+        run.prepare("report", redo=True)
+        result = run.stages["report"].load().execute(run.settings, run, Reporter(quiet=as_json)) or {}
+        run.finish("report", seconds=0.0, result=result)
+    if as_json:
+        print((run.directory.folder.read("report/report.json")).decode())
+    else:
+        print(result.get("summary", ""))
+        print(f"{run.location('report')}/index.html")
+
+
+def decode(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    prompt: Annotated[str, typer.Option("--prompt", help="What to ask the target.")] = "",
+    drafter: Annotated[str, typer.Option("--drafter", help="A drafter's folder; the run's own by default.")] = "",
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0)] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 128,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer one prompt by speculative decoding, and show what was drafted and what was accepted."""
+    from pipelines.errors import UserError
+    from pipelines.settings import load_settings
+
+    resolved = load_settings(config, overrides or [])
+    if not prompt:
+        raise UserError("there is no prompt; add --prompt 'your question'")
+    from pipelines.decode import decode_one
+
+    answer = decode_one(
+        resolved,
+        prompt,
+        drafter=drafter or None,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+    )
+    print(json.dumps(answer.to_dict(), indent=2) if as_json else answer.marked_text())
+
+
+def settings(config: ConfigArgument, overrides: OverridesArgument = None, as_json: JsonOption = False) -> None:
+    """Print the settings as resolved, every default written out."""
+    from pipelines.settings import load_settings
+
+    resolved = load_settings(config, overrides or [])
+    print(json.dumps(resolved.to_dict(), indent=2) if as_json else resolved.to_yaml(), end="\n" if as_json else "")
+
+
+def doctor(as_json: JsonOption = False) -> None:
+    """What this machine has, and what that allows."""
+    from pipelines.doctor import examine, findings_text
+
+    findings = examine()
+    print(json.dumps(findings, indent=2) if as_json else findings_text(findings))
+
+
+def print_values(values: dict[str, Any], as_json: bool) -> None:
+    """A mapping as JSON or as aligned lines."""
+    if as_json:
+        print(json.dumps(values, indent=2, default=str))
+        return
+    for name, value in flatten(values):
+        print(
+            f"{name:<36} {value:,}" if isinstance(value, int) and not isinstance(value, bool) else f"{name:<36} {value}"
+        )
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Leaves of nested mappings under dotted names."""
+    leaves: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            leaves += flatten(value, f"{prefix}{name}.")
+        else:
+            leaves.append((f"{prefix}{name}", value))
+    return leaves

@@ -1,0 +1,293 @@
+"""The stage graph: what a run is made of, what is done already, and what has to be done.
+
+A stage's identity is a hash over everything that its output depends on, the identities of its inputs included. The
+output folder carries it in `stage.json`. For each stage, in order:
+
+1. compute the identity that the settings ask for (no work is done for that);
+2. the output has it and is complete: skip; it has it and is not complete: go on with it;
+3. the output has another identity: refuse, with the difference field by field, unless `redo` was asked for, which moves
+   the old output to `replaced/` (and takes a matching one back from there). Nothing is overwritten or deleted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from pipelines.errors import UserError
+from pipelines.run_directory import MARKER, RunDirectory
+from storage.identity import differences, identity_of, plain
+
+if TYPE_CHECKING:
+    from pipelines.progress import Reporter
+    from pipelines.settings import Settings
+
+
+class StageModule(Protocol):
+    """What a module in `pipelines/stages/` offers."""
+
+    def identity(self, settings: Settings, run: Run) -> dict[str, Any]:
+        """JSON-like fields that the output's content depends on, its inputs' identities apart."""
+
+    def execute(self, settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any] | None:
+        """Make the output, going on with what is there; returns figures to keep in the stage's record."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One step of the pipeline; `inputs` are the stages whose outputs it reads."""
+
+    name: str
+    module: str
+    output: str
+    inputs: tuple[str, ...] = ()
+
+    def load(self) -> StageModule:
+        return cast(StageModule, import_module(self.module))
+
+
+STAGES = {
+    stage.name: stage
+    for stage in (
+        Stage(name="regenerate", module="pipelines.stages.regenerate", output="conversations"),
+        Stage(name="cache", module="pipelines.stages.build_cache", output="cache", inputs=("regenerate",)),
+        Stage(name="train", module="pipelines.stages.train", output="checkpoints", inputs=("cache",)),
+        Stage(name="calibrate", module="pipelines.stages.calibrate", output="calibration", inputs=("train",)),
+        Stage(name="evaluate", module="pipelines.stages.evaluate", output="evaluation", inputs=("train", "calibrate")),
+        Stage(
+            name="report",
+            module="pipelines.stages.report",
+            output="report",
+            inputs=("regenerate", "cache", "train", "calibrate", "evaluate"),
+        ),
+        Stage(
+            name="publish",
+            module="pipelines.stages.publish",
+            output="published",
+            inputs=("train", "calibrate", "evaluate", "report"),
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one stage: `done`, or `skipped` because it was complete."""
+
+    stage: str
+    state: str
+    identity: str
+    seconds: float
+    output: str
+    result: dict[str, Any]
+
+
+class Run:
+    """A run directory seen through its settings: where outputs are, and which identity each should have."""
+
+    def __init__(self, settings: Settings, *, stages: dict[str, Stage] | None = None) -> None:
+        self.settings = settings
+        self.stages = STAGES if stages is None else stages
+        self.directory = RunDirectory(settings.run.directory)
+        self._fields: dict[str, dict[str, Any]] = {}
+
+    def location(self, stage: str) -> str:
+        """Path or URL of a stage's output folder."""
+        return self.directory.location(self.stages[stage].output)
+
+    def fields(self, stage: str) -> dict[str, Any]:
+        """Everything the stage's output depends on under these settings, as JSON values."""
+        if stage not in self._fields:
+            description = self.stages[stage]
+            inputs = {name: self.identity(name) for name in description.inputs}
+            own = description.load().identity(self.settings, self)
+            self._fields[stage] = cast(dict[str, Any], plain({"stage": stage, "inputs": inputs, **own}))
+        return self._fields[stage]
+
+    def identity(self, stage: str) -> str:
+        return identity_of(self.fields(stage))
+
+    def record(self, stage: str) -> dict[str, Any] | None:
+        """The `stage.json` of an output; None where there is none."""
+        return self.directory.read_json(f"{self.stages[stage].output}/{MARKER}")
+
+    def is_complete(self, stage: str) -> bool:
+        """Whether the output is there, whole, and made with these settings."""
+        record = self.record(stage)
+        return record is not None and record["complete"] and record["identity"] == self.identity(stage)
+
+    def result(self, stage: str) -> dict[str, Any]:
+        """The figures that a complete stage left. Raises UserError if it is not complete."""
+        self.require(stage)
+        record = self.record(stage)
+        assert record is not None
+        return cast(dict[str, Any], record["result"])
+
+    def require(self, stage: str, needed_by: str = "this") -> None:
+        """Raises UserError unless the stage's output is complete with these settings' identity."""
+        record = self.record(stage)
+        if record is None or not record["complete"]:
+            state = "is not there yet" if record is None else "is not complete"
+            raise UserError(f"{needed_by} needs {self.location(stage)}, which {state}; run `dspark {stage}` first")
+        if record["identity"] != self.identity(stage):
+            raise UserError(self._mismatch(stage, record))
+
+    def _mismatch(self, stage: str, record: dict[str, Any]) -> str:
+        return "\n".join(
+            [
+                f"{self.location(stage)} was made with other settings:",
+                *describe_differences(self.fields(stage), record["fields"], self.stages),
+                "Go back to those settings, set another run.directory, or add --redo: it moves the old output to "
+                f"{self.directory.location('replaced')} and makes it anew, with all that depends on it.",
+            ]
+        )
+
+    def refuse_other_identities(self, stages: Sequence[str]) -> None:
+        """Raises UserError for the first of these whose output is there and was made with other settings."""
+        for stage in stages:
+            record = self.record(stage)
+            empty = record is None or self.directory.is_empty(self.stages[stage].output)
+            if record is not None and not empty and record["identity"] != self.identity(stage):
+                raise UserError(self._mismatch(stage, record))
+
+    def prepare(self, stage: str, *, redo: bool) -> bool:
+        """Make the output folder ready; True if the stage still has work to do. Raises UserError on a mismatch."""
+        output, record = self.stages[stage].output, self.record(stage)
+        if record is None and not self.directory.is_empty(output):
+            raise UserError(
+                f"{self.location(stage)} holds files, but no {MARKER} says what they are; move them away or set "
+                "another run.directory"
+            )
+        if record is not None and record["identity"] != self.identity(stage):
+            if not redo:
+                self.refuse_other_identities([stage])
+            if not self.directory.is_empty(output):
+                self.directory.set_aside(output, f"replaced/{output}-{record['identity'][:8]}")
+            record = None
+        if record is None:
+            record = self._bring_back(stage) if redo else None
+        if record is not None and record["complete"]:
+            return False
+        if record is None:
+            self._write_record(stage, complete=False, seconds=0.0, result={})
+        return True
+
+    def _bring_back(self, stage: str) -> dict[str, Any] | None:
+        output, identity = self.stages[stage].output, self.identity(stage)
+        kept = f"replaced/{output}-{identity[:8]}"
+        record = self.directory.read_json(f"{kept}/{MARKER}") if self.directory.is_local else None
+        if record is None or record["identity"] != identity:
+            return None
+        empty = self.directory.path(output)
+        if empty.exists():
+            (empty / MARKER).unlink(missing_ok=True)
+            empty.rmdir()
+        self.directory.set_aside(kept, output)
+        return record
+
+    def finish(self, stage: str, *, seconds: float, result: dict[str, Any]) -> None:
+        """Mark the output as complete."""
+        self._write_record(stage, complete=True, seconds=seconds, result=result)
+
+    def _write_record(self, stage: str, *, complete: bool, seconds: float, result: dict[str, Any]) -> None:
+        self.directory.write_json(
+            f"{self.stages[stage].output}/{MARKER}",
+            {
+                "stage": stage,
+                "identity": self.identity(stage),
+                "complete": complete,
+                "seconds": round(seconds, 3),
+                "result": result,
+                "fields": self.fields(stage),
+            },
+        )
+
+    def write_summary(self, provenance: dict[str, Any] | None = None) -> None:
+        """Write `run.json`: settings as resolved, provenance of each invocation, and the state of every stage."""
+        before = self.directory.read_json("run.json") or {}
+        invocations = before.get("invocations", [])
+        if provenance is not None:
+            invocations = [*invocations, provenance][-20:]
+        states = {}
+        for name in self.stages:
+            record = self.record(name)
+            if record is not None:
+                states[name] = {key: record[key] for key in ("identity", "complete", "seconds", "result")}
+        self.directory.write_json(
+            "run.json", {"settings": self.settings.to_dict(), "stages": states, "invocations": invocations}
+        )
+
+
+def run_stages(
+    settings: Settings,
+    reporter: Reporter,
+    *,
+    only: Sequence[str] | None = None,
+    redo: bool = False,
+    stages: dict[str, Stage] | None = None,
+    provenance: dict[str, Any] | None = None,
+) -> list[Outcome]:
+    """Do the stages (all of them, or `only` these, whose inputs must then be complete) that are not done yet.
+
+    Raises UserError when another process holds the run, or an output was made with other settings and `redo` is off.
+    """
+    run = Run(settings, stages=stages)
+    wanted = [name for name in run.stages if only is None or name in only]
+    outcomes = []
+    with run.directory.lock():
+        if not redo:
+            run.refuse_other_identities(wanted)
+        run.write_summary(provenance)
+        for name in wanted:
+            for needed in run.stages[name].inputs:
+                run.require(needed, needed_by=name)
+            outcomes.append(_do(run, name, reporter, redo=redo))
+            run.write_summary()
+    return outcomes
+
+
+def _do(run: Run, name: str, reporter: Reporter, *, redo: bool) -> Outcome:
+    started = time.monotonic()
+    has_work = run.prepare(name, redo=redo)
+    if has_work:
+        with reporter.stage(name):
+            result = run.stages[name].load().execute(run.settings, run, reporter) or {}
+        run.finish(name, seconds=time.monotonic() - started, result=result)
+    else:
+        reporter.say(f"{name}: done already, in {run.location(name)}")
+    return Outcome(
+        stage=name,
+        state="done" if has_work else "skipped",
+        identity=run.identity(name),
+        seconds=round(time.monotonic() - started, 3) if has_work else 0.0,
+        output=run.location(name),
+        result=run.result(name),
+    )
+
+
+def open_run(directory: str) -> Run:
+    """The run that stands in a directory, with the settings it was last started with."""
+    from pipelines.settings import settings_from_dict
+
+    there = RunDirectory(directory)
+    summary = there.read_json("run.json")
+    if summary is None:
+        raise UserError(f"{directory} is not a run directory: there is no run.json in it")
+    values = {**summary["settings"], "run": {**summary["settings"]["run"], "directory": directory}}
+    return Run(settings_from_dict(values, there.location("run.json")))
+
+
+def describe_differences(asked: dict[str, Any], stored: dict[str, Any], stages: dict[str, Stage]) -> list[str]:
+    """A line a field: what the settings ask for and what the output was made with."""
+    lines = []
+    for path, ours, theirs in differences(asked, stored):
+        if path.startswith("inputs.") and path.removeprefix("inputs.") in stages:
+            lines.append(
+                f"  {path}: the output of `{path.removeprefix('inputs.')}` that it was made from is another one"
+            )
+        else:
+            lines.append(f"  {path}: these settings say {ours!r}, it was made with {theirs!r}")
+    return lines

@@ -1,0 +1,112 @@
+"""The folder of a run: outputs by stage, `run.json`, and the lock that keeps a second process out.
+
+The folder may be local or on an object store (`s3://`, `gs://`). The lock is local only: it is a record lock, which the
+kernel drops when its process dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pipelines.errors import UserError
+from storage.filesystems import Folder
+
+MARKER = "stage.json"
+_locked_here: set[str] = set()
+
+
+class RunDirectory:
+    """Paths and small JSON files below one folder. JSON is written atomically."""
+
+    def __init__(self, url: str | os.PathLike[str]) -> None:
+        self.url = os.fspath(url).rstrip("/")
+        self.folder = Folder(self.url)
+
+    @property
+    def is_local(self) -> bool:
+        return self.folder.is_local
+
+    def location(self, name: str = "") -> str:
+        """Path or URL of something in the run."""
+        if self.is_local:
+            return str(self.folder.local_path(name))
+        return f"{self.url}/{name}" if name else self.url
+
+    def path(self, name: str = "") -> Path:
+        """Local path of something in the run; UserError where the run is on an object store."""
+        if not self.is_local:
+            raise UserError(f"{self.location(name)} has to be a local path here: set run.directory to a local folder")
+        return self.folder.local_path(name)
+
+    def exists(self, name: str) -> bool:
+        return self.folder.exists(name)
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """The object in a JSON file; None where there is no file."""
+        if not self.folder.exists(name):
+            return None
+        try:
+            value = json.loads(self.folder.read(name))
+        except ValueError as error:
+            raise UserError(f"{self.location(name)} is not valid JSON ({error}); remove it or restore it") from None
+        if not isinstance(value, dict):
+            raise UserError(f"{self.location(name)} does not hold a JSON object; remove it or restore it")
+        return value
+
+    def write_json(self, name: str, value: dict[str, Any]) -> None:
+        self.folder.write(name, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+    def is_empty(self, name: str) -> bool:
+        """Whether nothing but a marker stands under `name`."""
+        return all(file.rpartition("/")[2] == MARKER for file in self.folder.files(name))
+
+    def set_aside(self, name: str, new_name: str) -> str:
+        """Move an output out of the way and return where it is now; nothing is deleted."""
+        target = self.path(new_name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists():
+            target = target.with_name(f"{target.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+        shutil.move(self.path(name), target)
+        return str(target)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run for this process. Raises UserError while another one, still alive, holds it."""
+        if not self.is_local:
+            self.folder.make()
+            yield
+            return
+        path = self.path("run.lock")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        key = str(path.resolve())
+        if key in _locked_here:
+            raise UserError(f"this process is already running in {self.url}")
+        with open(path, "a+", encoding="utf-8") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                raise UserError(
+                    f"{self.url} is in use by {file.read().strip() or 'another process'}; wait for it, stop it, or set "
+                    "another run.directory"
+                ) from None
+            _locked_here.add(key)
+            try:
+                file.truncate(0)
+                file.write(
+                    f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+                )
+                file.flush()
+                yield
+            finally:
+                file.truncate(0)
+                _locked_here.discard(key)

@@ -1,0 +1,94 @@
+"""The command line: quick, light, and plain about a user's mistakes."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelines import cli
+from pipelines.errors import UserError
+
+PIPELINE = ["run", "regenerate", "cache", "train", "calibrate", "evaluate", "report", "publish", "refit"]
+COMMANDS = [*PIPELINE, "plan", "submit", "status", "logs", "stop", "decode", "doctor", "settings"]
+TINY = str(Path(__file__).parents[2] / "configs" / "tiny.yaml")
+
+
+def exit_code(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def test_help_answers_within_a_second_and_imports_nothing_heavy() -> None:
+    program = (
+        "import sys\n"
+        "from pipelines.cli import main\n"
+        "try:\n    main(['--help'])\n"
+        "except SystemExit:\n    pass\n"
+        "heavy = {'torch', 'ray', 'transformers', 'datasets', 'pyarrow', 'wandb', 'deepspeed'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    seconds = []
+    for _ in range(3):  # the best of three: the machine may be busy with other tests
+        started = time.monotonic()
+        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+        seconds.append(time.monotonic() - started)
+    assert min(seconds) < 1.0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(command, "--help") == 0
+    assert "Usage:" in capsys.readouterr().out
+
+
+def test_settings_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("settings", TINY, "train.ranks=2", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["train"]["ranks"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["run", TINY, "train.epoch=1"], "unknown key `train.epoch`; did you mean `train.epochs`?"),
+        (["run", "nowhere.yaml"], "there is no settings file nowhere.yaml"),
+        (["cache", "info", "nowhere"], "nowhere"),
+        (["report", "nowhere"], "not a run directory"),
+        (["status", "job", "--address", ""], "--address"),
+        (["decode", TINY], "--prompt"),
+    ],
+)
+def test_a_users_mistake_is_one_message_and_exit_code_2(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(*arguments) == 2
+    captured = capsys.readouterr()
+    assert expected in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_cache_builds_by_default_and_keeps_its_tools(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("cache", "nowhere.yaml") == 2
+    assert "there is no settings file nowhere.yaml" in capsys.readouterr().err
+    assert exit_code("cache", "verify", "--help") == 0
+    assert "checksum" in capsys.readouterr().out
+
+
+def test_only_errors_that_our_code_raises_are_taken_for_a_users_mistake() -> None:
+    def caught(code: str, module: str) -> BaseException:
+        try:
+            exec(code, {"__name__": module})
+        except Exception as error:
+            return error
+        raise AssertionError
+
+    assert cli.is_users_mistake(UserError("x"))
+    assert cli.is_users_mistake(caught("raise ValueError('x')", "storage.target_cache"))
+    assert not cli.is_users_mistake(caught("raise ValueError('x')", "torch.nn"))
+    assert not cli.is_users_mistake(caught("int('x')", "storage.target_cache"))
+    assert not cli.is_users_mistake(caught("raise RuntimeError('x')", "storage.target_cache"))

@@ -1,0 +1,164 @@
+"""The stage graph on toy stages: what is done, skipped, refused, put aside, and taken up again after a kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.errors import UserError
+from pipelines.progress import Reporter
+from pipelines.run import Run, Stage, open_run, run_stages
+from pipelines.settings import Settings, settings_from_dict
+
+CALLS: list[str] = []
+
+
+class ToyStage(Stage):
+    """Writes its identity fields; fails once when told to."""
+
+    def load(self) -> Any:
+        return Toy(self.name, self.output)
+
+
+class Toy:
+    failing: str | None = None
+
+    def __init__(self, name: str, output: str) -> None:
+        self.name, self.output = name, output
+
+    def identity(self, settings: Settings, run: Run) -> dict[str, Any]:
+        values = {"first": settings.run.seed, "second": settings.train.epochs, "third": settings.evaluate.rows}
+        return {"value": values[self.name]}
+
+    def execute(self, settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
+        CALLS.append(self.name)
+        run.directory.write_json(f"{self.output}/data.json", self.identity(settings, run))
+        if Toy.failing == self.name:
+            raise UserError("told to fail")
+        return {"figure": 1}
+
+
+STAGES = {
+    "first": ToyStage(name="first", module="", output="one"),
+    "second": ToyStage(name="second", module="", output="two", inputs=("first",)),
+    "third": ToyStage(name="third", module="", output="three", inputs=("first", "second")),
+}
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> None:
+    CALLS.clear()
+    Toy.failing = None
+
+
+def settings(folder: Path, seed: int = 0, epochs: float = 1.0, rows: int = 1) -> Settings:
+    return settings_from_dict(
+        {
+            "run": {"directory": str(folder), "seed": seed},
+            "target": {"model": "m"},
+            "train": {"epochs": epochs},
+            "evaluate": {"rows": rows},
+        }
+    )
+
+
+def do(values: Settings, **options: Any) -> list[str]:
+    CALLS.clear()
+    run_stages(values, Reporter(quiet=True), stages=STAGES, **options)
+    return list(CALLS)
+
+
+def test_a_second_run_finds_everything_done(tmp_path: Path) -> None:
+    assert do(settings(tmp_path)) == ["first", "second", "third"]
+    assert do(settings(tmp_path)) == []
+
+
+def test_a_stage_that_stopped_goes_on_and_nothing_before_it(tmp_path: Path) -> None:
+    Toy.failing = "second"
+    with pytest.raises(UserError, match="told to fail"):
+        do(settings(tmp_path))
+    Toy.failing = None
+    assert do(settings(tmp_path)) == ["second", "third"]
+
+
+def test_a_changed_setting_refuses_with_the_difference_and_touches_nothing(tmp_path: Path) -> None:
+    do(settings(tmp_path))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
+    with pytest.raises(UserError, match=r"value: these settings say 2.0, it was made with 1.0[\s\S]*--redo"):
+        do(settings(tmp_path, epochs=2.0))
+    assert CALLS == []
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before
+
+
+def test_redo_makes_only_what_depends_on_the_change_and_keeps_the_old(tmp_path: Path) -> None:
+    do(settings(tmp_path))
+    assert do(settings(tmp_path, epochs=2.0), redo=True) == ["second", "third"]
+    kept = [json.loads(path.read_text())["value"] for path in (tmp_path / "replaced").rglob("data.json")]
+    assert sorted(kept) == [1, 1.0]
+    # Going back takes the old outputs back instead of making them again.
+    assert do(settings(tmp_path), redo=True) == []
+    assert json.loads((tmp_path / "two/data.json").read_text()) == {"value": 1.0}
+    assert do(settings(tmp_path)) == []
+
+
+def test_a_single_stage_needs_its_inputs(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"second needs .*one, which is not there yet; run `dspark first` first"):
+        do(settings(tmp_path), only=["second"])
+    assert do(settings(tmp_path), only=["first"]) == ["first"]
+    with pytest.raises(UserError, match="made with other settings"):
+        do(settings(tmp_path, seed=1), only=["second"])
+    assert do(settings(tmp_path), only=["second"]) == ["second"]
+
+
+def test_files_of_unknown_origin_are_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one/data.json").write_text("{}")
+    with pytest.raises(UserError, match=r"no stage\.json says what they are"):
+        do(settings(tmp_path), redo=True)
+
+
+def test_run_json_has_settings_states_and_invocations(tmp_path: Path) -> None:
+    do(settings(tmp_path), provenance={"command": ["dspark"]})
+    summary = json.loads((tmp_path / "run.json").read_text())
+    assert summary["settings"]["target"]["model"] == "m"
+    assert [state["complete"] for state in summary["stages"].values()] == [True] * 3
+    assert summary["invocations"] == [{"command": ["dspark"]}]
+    assert open_run(str(tmp_path)).settings == settings(tmp_path)
+
+
+HOLDER = (
+    "import sys, time\n"
+    "from pipelines.run_directory import RunDirectory\n"
+    "with RunDirectory(sys.argv[1]).lock():\n"
+    "    print('held', flush=True)\n"
+    "    time.sleep(60)\n"
+)
+
+
+def test_two_runs_in_one_directory_are_refused_and_a_killed_one_frees_it(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=f"in use by process {holder.pid} on "):
+            do(settings(tmp_path))
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.wait()
+        started = time.monotonic()
+        assert do(settings(tmp_path)) == ["first", "second", "third"]
+        assert time.monotonic() - started < 5
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_the_lock_is_not_reentrant(tmp_path: Path) -> None:
+    run = Run(settings(tmp_path), stages=STAGES)
+    with run.directory.lock(), pytest.raises(UserError, match="already running"), run.directory.lock():
+        pass
