@@ -1,0 +1,1 @@
+"""From decoding events to a report: every figure is derived from one event log."""

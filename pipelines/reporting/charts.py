@@ -1,0 +1,298 @@
+"""Small SVG charts for the report: text in, text out. Colours and fonts come from the page's style sheet.
+
+Every chart is drawn 340 units wide, so that its text is readable when the page is as narrow as a phone, has a title and
+a description for screen readers, and tells its series apart by marker and dash as well as by colour.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+WIDTH = 340
+
+Points = Sequence[tuple[float, float | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """A line. `tone` is a colour class of the style sheet (a, b, c, d, ink); `band` holds (x, low, high)."""
+
+    name: str
+    points: Points
+    tone: str = "a"
+    dashed: bool = False
+    marker: str = "circle"
+    band: Sequence[tuple[float, float | None, float | None]] = field(default_factory=list)
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A number for reading; a dash when there is none."""
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def percent(value: float | None, digits: int = 0) -> str:
+    return "–" if value is None else f"{100 * value:.{digits}f}%"
+
+
+def short(value: float) -> str:
+    """1200 as 1.2k; small numbers as they are."""
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
+    """Round numbers from `low` to `high`, about `wanted` of them."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / max(wanted - 1, 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [round(index * step, 10) for index in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def figure(width: int, height: int, title: str, description: str, body: str, kind: str = "chart") -> str:
+    """An SVG element; title and description are its accessible name."""
+    name = escape(f"{title}. {description}", quote=True)
+    return f'<svg class="{kind}" viewBox="0 0 {width} {height}" role="img" aria-label="{name}">{body}</svg>'
+
+
+def line_chart(
+    series: Sequence[Series],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    x_range: tuple[float, float],
+    y_range: tuple[float, float],
+    x_ticks: Sequence[float] | None = None,
+    y_ticks: Sequence[float] | None = None,
+    x_format: Callable[[float], str] = short,
+    y_format: Callable[[float], str] = short,
+    diagonal: bool = False,
+    bars: Sequence[tuple[float, float, float]] = (),
+    height: int = 220,
+    cursor: bool = False,
+) -> str:
+    """Lines with markers, bands and optional bars (x from, x to, share of the height), on linear axes."""
+    left, right, top, bottom = 38, 10, 14, 36
+    span_x = x_range[1] - x_range[0] or 1.0
+    span_y = y_range[1] - y_range[0] or 1.0
+
+    def px(x: float) -> float:
+        return round(left + (x - x_range[0]) / span_x * (WIDTH - left - right), 1)
+
+    def py(y: float) -> float:
+        inside = min(max(y, y_range[0]), y_range[1])
+        return round(height - bottom - (inside - y_range[0]) / span_y * (height - top - bottom), 1)
+
+    marks = ticks(*y_range) if y_ticks is None else y_ticks
+    out = []
+    for y in marks:
+        out.append(f'<line class="grid" x1="{left}" x2="{WIDTH - right}" y1="{py(y)}" y2="{py(y)}"/>')
+        out.append(f'<text class="tick" x="{left - 6}" y="{py(y) + 3.5}" text-anchor="end">{y_format(y)}</text>')
+    for x in ticks(*x_range) if x_ticks is None else x_ticks:
+        out.append(
+            f'<text class="tick" x="{px(x)}" y="{height - bottom + 15}" text-anchor="middle">{x_format(x)}</text>'
+        )
+    for start, end, share in bars:
+        tall = round(share * (height - top - bottom), 1)
+        out.append(
+            f'<rect class="bar-quiet" x="{px(start) + 0.5}" y="{height - bottom - tall}" '
+            f'width="{max(px(end) - px(start) - 1, 0.5):.1f}" height="{tall}"/>'
+        )
+    base = height - bottom
+    out.append(f'<line class="axis" x1="{left}" x2="{WIDTH - right}" y1="{base}" y2="{base}"/>')
+    if diagonal:
+        ends = (px(x_range[0]), py(y_range[0]), px(x_range[1]), py(y_range[1]))
+        out.append('<line class="diagonal" x1="{}" y1="{}" x2="{}" y2="{}"/>'.format(*ends))
+    for one in series:
+        out.append(_band(one, px, py))
+    for one in series:
+        out.append(_line(one, px, py))
+    if cursor:
+        out.append(
+            f'<line class="cursor" data-left="{left}" data-right="{WIDTH - right}" x1="{left}" x2="{left}" y1="{top}" '
+            f'y2="{base}"/>'
+        )
+    out.append(f'<text class="label" x="{WIDTH - right}" y="{height - 4}" text-anchor="end">{escape(x_label)}</text>')
+    out.append(f'<text class="label" x="{left}" y="9">{escape(y_label)}</text>')
+    told = "; ".join(f"{one.name}: {_ends(one.points)}" for one in series)
+    return figure(WIDTH, height, title, told or "no data", "".join(out))
+
+
+def _ends(points: Points) -> str:
+    known = [(x, y) for x, y in points if y is not None]
+    if not known:
+        return "no data"
+    return f"from {short(known[0][1])} at {short(known[0][0])} to {short(known[-1][1])} at {short(known[-1][0])}"
+
+
+def _band(one: Series, px: Callable[[float], float], py: Callable[[float], float]) -> str:
+    known = [(x, low, high) for x, low, high in one.band if low is not None and high is not None]
+    if len(known) < 2:
+        return ""
+    upper = " ".join(f"{px(x)},{py(high)}" for x, _, high in known)
+    lower = " ".join(f"{px(x)},{py(low)}" for x, low, _ in reversed(known))
+    return f'<polygon class="band tone-{one.tone}" points="{upper} {lower}"/>'
+
+
+def _line(one: Series, px: Callable[[float], float], py: Callable[[float], float]) -> str:
+    """The line, broken where a value is missing, and its markers."""
+    pieces, current, markers = [], [], []
+    for x, y in one.points:
+        if y is None:
+            pieces, current = [*pieces, current], []
+            continue
+        current.append(f"{px(x)},{py(y)}")
+        if one.marker != "none":
+            markers.append(marker(one.marker, px(x), py(y), one.tone, f"{one.name}, {short(x)}: {y:.3g}"))
+    dash = " dashed" if one.dashed else ""
+    lines = "".join(
+        f'<polyline class="line tone-{one.tone}{dash}" points="{" ".join(piece)}"/>'
+        for piece in [*pieces, current]
+        if len(piece) > 1
+    )
+    return lines + "".join(markers)
+
+
+def marker(kind: str, x: float, y: float, tone: str, tip: str = "", size: float = 3.4) -> str:
+    """A point; `tip` shows on hover."""
+    title = f"<title>{escape(tip)}</title>" if tip else ""
+    if kind == "square":
+        shape = f'<rect x="{x - size:.1f}" y="{y - size:.1f}" width="{2 * size}" height="{2 * size}"'
+        return f'{shape} class="dot tone-{tone}">{title}</rect>'
+    if kind == "diamond":
+        far = size * 1.35
+        points = f"{x},{y - far:.1f} {x + far:.1f},{y} {x},{y + far:.1f} {x - far:.1f},{y}"
+        return f'<polygon points="{points}" class="dot tone-{tone}">{title}</polygon>'
+    return f'<circle cx="{x}" cy="{y}" r="{size}" class="dot tone-{tone}">{title}</circle>'
+
+
+def tape(value: float | None, low: float | None, high: float | None, cells: int, tone: str, name: str) -> str:
+    """Accepted length on its own scale: one cell a token that a round can yield, filled to the mean.
+
+    The whisker below is the interval.
+    """
+    gap, tall = 3.0, 22.0
+    wide = (WIDTH - gap * (cells - 1)) / cells
+    body = []
+    for cell in range(cells):
+        x = cell * (wide + gap)
+        body.append(f'<rect class="cell" x="{x:.1f}" y="1" width="{wide:.1f}" height="{tall}" rx="3"/>')
+        share = min(max((value or 0.0) - cell, 0.0), 1.0)
+        if share > 0:
+            body.append(
+                f'<rect class="cell-full tone-{tone}" x="{x:.1f}" y="1" width="{wide * share:.1f}" height="{tall}" rx="3"/>'
+            )
+
+    def at(length: float) -> float:
+        length = min(max(length, 0.0), float(cells))
+        return round(length * wide + gap * min(math.floor(length), cells - 1), 1)
+
+    if low is not None and high is not None:
+        y = tall + 6
+        body.append(f'<line class="whisker tone-{tone}" x1="{at(low)}" x2="{at(high)}" y1="{y}" y2="{y}"/>')
+        for end in (at(low), at(high)):
+            body.append(f'<line class="whisker tone-{tone}" x1="{end}" x2="{end}" y1="{y - 3}" y2="{y + 3}"/>')
+    told = f"{number(value)} of at most {cells} tokens a target pass"
+    if low is not None:
+        told += f", interval {number(low)} to {number(high)}"
+    return figure(WIDTH, int(tall) + 12, name, told, "".join(body), "tape")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """One dot of an interval chart."""
+
+    name: str
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    tone: str = "a"
+    marker: str = "circle"
+
+
+def interval_chart(rows: Sequence[tuple[str, Sequence[Estimate]]], *, title: str, x_label: str, start: float) -> str:
+    """Dots with whiskers, one row a label, one dot a series."""
+    known = [v for _, estimates in rows for e in estimates for v in (e.value, e.high) if v is not None]
+    end = max([*known, start + 1]) * 1.02
+    left, right, pitch, top = 92, 36, 15, 8
+    heights = [pitch * max(len(estimates), 1) + 12 for _, estimates in rows]
+    total = top + sum(heights) + 34
+
+    def px(x: float) -> float:
+        return round(left + (x - start) / (end - start) * (WIDTH - left - right), 1)
+
+    bottom = top + sum(heights)
+    out = []
+    for x in ticks(start, end, 5):
+        out.append(f'<line class="grid" x1="{px(x)}" x2="{px(x)}" y1="{top}" y2="{bottom}"/>')
+        out.append(f'<text class="tick" x="{px(x)}" y="{bottom + 14}" text-anchor="middle">{short(x)}</text>')
+    y = float(top)
+    for (label, estimates), height in zip(rows, heights, strict=True):
+        middle = y + height / 2
+        out.append(f'<text class="row" x="{left - 10}" y="{middle + 4}" text-anchor="end">{escape(label)}</text>')
+        for index, one in enumerate(estimates):
+            at = y + 6 + pitch * (index + 0.5)
+            if one.value is None:
+                continue
+            if one.low is not None and one.high is not None:
+                out.append(
+                    f'<line class="whisker tone-{one.tone}" x1="{px(one.low)}" x2="{px(one.high)}" y1="{at}" y2="{at}"/>'
+                )
+            out.append(marker(one.marker, px(one.value), at, one.tone, f"{one.name}: {number(one.value)}", 4))
+            after = px(one.high if one.high is not None else one.value) + 8
+            out.append(f'<text class="value" x="{after}" y="{at + 3.5}">{number(one.value)}</text>')
+        y += height
+        out.append(f'<line class="rule" x1="0" x2="{WIDTH}" y1="{y}" y2="{y}"/>')
+    out.append(f'<text class="label" x="{WIDTH}" y="{total - 4}" text-anchor="end">{escape(x_label)}</text>')
+    told = "; ".join(
+        f"{label}: " + ", ".join(f"{one.name} {number(one.value)}" for one in estimates) for label, estimates in rows
+    )
+    return figure(WIDTH, total, title, told or "no data", "".join(out))
+
+
+def bar_chart(rows: Sequence[tuple[str, float | None, str, str]], *, title: str) -> str:
+    """Horizontal bars: (label, value, text at its end, tone)."""
+    most = max((value for _, value, _, _ in rows if value is not None), default=0) or 1.0
+    out, pitch = [], 40
+    for index, (label, value, text, tone) in enumerate(rows):
+        y = index * pitch
+        long = (value or 0) / most * (WIDTH - 2)
+        out.append(f'<text class="row" x="0" y="{y + 12}">{escape(label)}</text>')
+        out.append(f'<text class="value" x="{WIDTH}" y="{y + 12}" text-anchor="end">{escape(text)}</text>')
+        out.append(f'<rect class="cell" x="0" y="{y + 18}" width="{WIDTH}" height="10" rx="2"/>')
+        out.append(f'<rect class="cell-full tone-{tone}" x="0" y="{y + 18}" width="{long:.1f}" height="10" rx="2"/>')
+    told = "; ".join(f"{label}: {text}" for label, _, text, _ in rows)
+    return figure(WIDTH, max(pitch * len(rows), 1), title, told or "no data", "".join(out), "chart bars")
+
+
+def stacked_bar(
+    rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, title: str, unit: Callable[[float], str]
+) -> str:
+    """Bars of parts on one scale: (label, [(part, size)])."""
+    most = max((sum(size for _, size in parts) for _, parts in rows), default=0) or 1.0
+    tones = ("a", "b", "d", "c")
+    out, pitch = [], 44
+    for index, (label, parts) in enumerate(rows):
+        y, x = index * pitch, 0.0
+        whole = sum(size for _, size in parts)
+        out.append(f'<text class="row" x="0" y="{y + 12}">{escape(label)}</text>')
+        out.append(f'<text class="value" x="{WIDTH}" y="{y + 12}" text-anchor="end">{escape(unit(whole))}</text>')
+        for order, (part, size) in enumerate(parts):
+            wide = size / most * WIDTH
+            tone = tones[order % len(tones)] if len(rows) == 1 or index == 0 else "c"
+            tip = f"<title>{escape(part)}: {escape(unit(size))}</title>"
+            out.append(
+                f'<rect class="cell-full tone-{tone}" x="{x:.1f}" y="{y + 18}" width="{max(wide - 1, 0.8):.1f}" '
+                f'height="14">{tip}</rect>'
+            )
+            x += wide
+    told = "; ".join(f"{label}: " + ", ".join(f"{part} {unit(size)}" for part, size in parts) for label, parts in rows)
+    return figure(WIDTH, max(pitch * len(rows) - 8, 1), title, told or "no data", "".join(out), "chart bars")

@@ -1,0 +1,119 @@
+"""report.md: the same figures for a terminal, a review or a model card."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipelines.reporting.charts import number, percent
+from pipelines.reporting.page_results import name_of
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """A pipe table; bars in cells are escaped."""
+    lines = [head, ["---"] * len(head), *rows]
+    return [
+        "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
+    ]
+
+
+def render_markdown(report: Mapping[str, Any]) -> str:
+    out = [f"# {report['title']}", ""]
+    out += [f"{sentence}" for sentence in report["summary"]] or ["Nothing has been evaluated yet."]
+    if report["flags"]:
+        out += ["", "## Before you believe it", ""]
+        out += [f"- **{flag['level'].capitalize()}.** {flag['text']}" for flag in report["flags"]]
+    out += ["", "## Accepted length", "", *length_table(report), ""]
+    if any(row["tokens_per_second"] for row in report["speed"]):
+        out += ["## By the clock", "", *_speed(report), ""]
+    if report["positions"]:
+        out += ["## Acceptance by slot, conditional", "", *_positions(report), ""]
+    if report["confidence"]:
+        out += ["## Calibration error (ECE of the survival probability)", "", *_confidence(report), ""]
+    out += _cache(report)
+    out += ["## Provenance", ""]
+    out += [f"- {name}: {value}" for name, value in report["provenance"].items() if not isinstance(value, Mapping)]
+    out += [f"- measured: {report['created']}", ""]
+    return "\n".join(out)
+
+
+def length_table(report: Mapping[str, Any]) -> list[str]:
+    """Accepted lengths, domains as columns; also used by the model card."""
+    rows = report["accepted_length"]
+    domains = [domain for domain in dict.fromkeys(row["domain"] for row in rows) if domain != "mean"]
+    by_key: dict[tuple[str, float], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        by_key.setdefault((row["drafter"], row["temperature"]), {})[row["domain"]] = row
+    return markdown_table(
+        ["drafter", "temperature", *domains, "mean", "95% interval", "rounds"],
+        [
+            [
+                name_of(drafter),
+                f"{temperature:g}",
+                *[number(found[domain]["value"]) if domain in found else "–" for domain in domains],
+                number(found["mean"]["value"]),
+                f"{number(found['mean']['low'])} – {number(found['mean']['high'])}",
+                found["mean"]["rounds"],
+            ]
+            for (drafter, temperature), found in by_key.items()
+        ],
+    )
+
+
+def _speed(report: Mapping[str, Any]) -> list[str]:
+    return markdown_table(
+        ["decoding", "temperature", "tokens/s", "against plain", "tokens a target pass"],
+        [
+            [
+                name_of(row["drafter"]),
+                f"{row['temperature']:g}",
+                number(row["tokens_per_second"], 1),
+                number(row["against_plain"]),
+                number(row["tokens_per_pass"]),
+            ]
+            for row in report["speed"]
+        ],
+    )
+
+
+def _positions(report: Mapping[str, Any]) -> list[str]:
+    slots = max(len(row["slots"]) for row in report["positions"])
+    return markdown_table(
+        ["drafter", "temperature", "domain", *[str(slot + 1) for slot in range(slots)]],
+        [
+            [
+                name_of(row["drafter"]),
+                f"{row['temperature']:g}",
+                row["domain"],
+                *[percent(slot["conditional"], 1) for slot in row["slots"]],
+                *["–"] * (slots - len(row["slots"])),
+            ]
+            for row in report["positions"]
+        ],
+    )
+
+
+def _confidence(report: Mapping[str, Any]) -> list[str]:
+    return markdown_table(
+        ["drafter", "temperature", "before", "after", "rounds"],
+        [
+            [
+                name_of(row["drafter"]),
+                f"{row['temperature']:g}",
+                percent(row["ece_before"], 2),
+                percent(row["ece_after"], 2),
+                row["rounds"],
+            ]
+            for row in report["confidence"]
+        ],
+    )
+
+
+def _cache(report: Mapping[str, Any]) -> list[str]:
+    cache = report["cache"]
+    if not cache or not cache.get("bytes_per_token"):
+        return []
+    line = f"{cache['bytes']:,} bytes, {cache['bytes_per_token']:,.1f} a token"
+    if cache.get("reference_bytes_per_token"):
+        line += f"; the reference keeps {cache['reference_bytes_per_token']:,} a token"
+    return ["## Target cache", "", line + ".", ""]

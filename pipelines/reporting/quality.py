@@ -1,0 +1,184 @@
+"""What a reader should be warned of: degenerate text, too few rounds, a drafter that does not help.
+
+Filler text is easy to draft, so a high accepted length on repetitive answers says little. Every warning names what was
+seen and how often.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+FEWEST_ROUNDS = 200
+_GRAM = 4
+_LOOP_SHARE = 0.5
+_LONGEST_PERIOD = 32
+
+
+def repetition(tokens: Sequence[int], gram: int = _GRAM) -> float:
+    """Share of n-grams that stood before in the same text; 0 for a text without repeats, 0 for a short one."""
+    grams = [tuple(tokens[start : start + gram]) for start in range(len(tokens) - gram + 1)]
+    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def ends_in_loop(tokens: Sequence[int], *, repeats: int = 4) -> bool:
+    """Whether the text ends with a passage of at most 32 tokens said `repeats` times in a row."""
+    for period in range(1, _LONGEST_PERIOD + 1):
+        length = period * repeats
+        if length > len(tokens) or (period == 1 and length * 2 > len(tokens)):
+            continue
+        tail = list(tokens[-length:])
+        if all(tail[index] == tail[index - period] for index in range(period, length)):
+            return True
+    return False
+
+
+def degenerate_outputs(completions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Counts over completions (`request_id`, `output_ids`, `finish_reason`); the ids of those that are flagged."""
+    repetitive, looping, empty = [], [], []
+    texts: Counter[tuple[int, ...]] = Counter()
+    for row in completions:
+        tokens = row["output_ids"]
+        texts[tuple(tokens)] += 1
+        if not tokens:
+            empty.append(row["request_id"])
+        elif ends_in_loop(tokens):
+            looping.append(row["request_id"])
+        elif repetition(tokens) > _LOOP_SHARE:
+            repetitive.append(row["request_id"])
+    same = sum(count for text, count in texts.items() if count > 1 and text)
+    return {
+        "completions": len(completions),
+        "empty": sorted(empty),
+        "looping": sorted(looping),
+        "repetitive": sorted(repetitive),
+        "identical": same,
+        "cut_by_length": sum(row["finish_reason"] == "length" for row in completions),
+    }
+
+
+def equality_with_plain(
+    drafted: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]], *, gap_tolerance: float
+) -> dict[str, Any]:
+    """Compare greedy outputs with plain greedy decoding, request by request.
+
+    A difference is a tie when the target's two best logits lie at most `gap_tolerance` apart where the texts part.
+    """
+    reference = {row["request_id"]: row for row in plain}
+    compared, differing = 0, []
+    for row in drafted:
+        other = reference.get(row["request_id"])
+        if other is None:
+            continue
+        compared += 1
+        ours, theirs = list(row["output_ids"]), list(other["output_ids"])
+        if ours == theirs:
+            continue
+        first = next(
+            (at for at, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]),
+            min(len(ours), len(theirs)),
+        )
+        gaps = [entry["logit_gaps"][first] for entry in (row, other) if first < len(entry["logit_gaps"])]
+        smallest = min(gaps, default=None)
+        differing.append(
+            {
+                "request_id": row["request_id"],
+                "first_difference": first,
+                "logit_gap": smallest,
+                "tie": smallest is not None and smallest <= gap_tolerance,
+            }
+        )
+    return {
+        "compared": compared,
+        "equal": compared - len(differing),
+        "ties": sum(entry["tie"] for entry in differing),
+        "gap_tolerance": gap_tolerance,
+        "differing": differing,
+    }
+
+
+def flags(report: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Warnings of a report, gravest first: {"level": "warning" | "note", "text"}."""
+    found: list[tuple[str, str]] = []
+    overall = {
+        (row["drafter"], row["temperature"]): row for row in report["accepted_length"] if row["domain"] == "mean"
+    }
+    for (drafter, temperature), row in overall.items():
+        if drafter != "plain" and row["rounds"] < FEWEST_ROUNDS:
+            found.append(
+                (
+                    "warning",
+                    f"Only {row['rounds']} rounds for {drafter} at temperature {temperature:g}; below {FEWEST_ROUNDS} "
+                    "the figures are little more than a guess.",
+                )
+            )
+        without = overall.get(("no-sequential-head", temperature))
+        if drafter == "dspark" and without and row["value"] is not None and without["value"] is not None:
+            if row["value"] <= without["value"]:
+                found.append(
+                    (
+                        "warning",
+                        f"At temperature {temperature:g} the sequential head does not lengthen what is accepted.",
+                    )
+                )
+            elif row["low"] is not None and without["high"] is not None and row["low"] <= without["high"]:
+                found.append(
+                    (
+                        "note",
+                        f"At temperature {temperature:g} the intervals with and without the sequential head overlap.",
+                    )
+                )
+    for row in report["speed"]:
+        if row["against_plain"] is not None and row["drafter"] == "dspark" and row["against_plain"] < 1:
+            found.append(
+                (
+                    "note",
+                    f"Slower than plain decoding on this machine at temperature {row['temperature']:g}: "
+                    f"{row['against_plain']:.2f} times its speed.",
+                )
+            )
+    found += _text_flags(report)
+    for row in report["confidence"]:
+        before, after = row["ece_before"], row["ece_after"]
+        if before is not None and after is not None and after > before:
+            found.append(
+                ("warning", f"Calibration made the confidences worse at temperature {row['temperature']:g} (ECE).")
+            )
+    order = {"warning": 0, "note": 1}
+    return [{"level": level, "text": text} for level, text in sorted(found, key=lambda item: order[item[0]])]
+
+
+def _text_flags(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for entry in report["outputs"]:
+        total = entry["completions"]
+        where = f"of {total} outputs of {entry['drafter']} at temperature {entry['temperature']:g}"
+        for kind, words in (("empty", "are empty"), ("looping", "end in a loop"), ("repetitive", "repeat themselves")):
+            if count := len(entry[kind]):
+                level = "warning" if count * 4 >= total else "note"
+                found.append((level, f"{count} {where} {words}; repetitive text flatters a drafter."))
+        if entry["identical"] > max(1, total // 4):
+            found.append(("warning", f"{entry['identical']} {where} are identical to another one."))
+        if total and entry["cut_by_length"] * 2 > total:
+            found.append(("note", f"{entry['cut_by_length']} {where} were cut by the length limit."))
+    equality = report["equality"]
+    if equality and (odd := equality["compared"] - equality["equal"] - equality["ties"]):
+        found.append(
+            (
+                "warning",
+                f"{odd} of {equality['compared']} greedy outputs differ from plain greedy decoding by more than a tie.",
+            )
+        )
+    block = (report["subject"].get("drafter") or {}).get("block_size")
+    for row in report["accepted_length"]:
+        if block and row["domain"] != "mean" and row["drafter"] == "dspark" and row["value"] is not None:
+            if row["value"] > 0.95 * (block + 1):
+                found.append(
+                    (
+                        "warning",
+                        f"Nearly every draft is accepted on {row['domain']} at temperature {row['temperature']:g}; "
+                        "look at the text before believing it.",
+                    )
+                )
+    return found
