@@ -1,0 +1,108 @@
+"""Keys and values of context positions for drafting: one row a request, rows of any length.
+
+B rows, K key heads, H query heads, G block slots, D head size, M new tokens of all rows together.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class DraftCache:
+    """Grows as needed; a drafted block is written behind a row's end and forgotten by not counting it."""
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        rows: int,
+        key_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        capacity: int = 256,
+    ) -> None:
+        shape = (rows, key_heads, capacity, head_dim)
+        # Zeros, since a masked key still takes part in a product and must be finite.
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.lengths = torch.zeros(rows, dtype=torch.long)  # [B] context tokens, on the CPU
+
+    @property
+    def rows(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def capacity(self) -> int:
+        return self.keys[0].shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys[0].device
+
+    def reset_rows(self, rows: Tensor | list[int]) -> None:
+        """Empty these rows, for new requests."""
+        self.lengths[rows] = 0
+
+    def select_rows(self, rows: Tensor | list[int]) -> None:
+        """Keep these rows, in this order."""
+        index = torch.as_tensor(rows, dtype=torch.long)
+        self.lengths = self.lengths[index]
+        index = index.to(self.device)
+        self.keys = [keys[index] for keys in self.keys]
+        self.values = [values[index] for values in self.values]
+
+    def add_rows(self, count: int) -> None:
+        """Append empty rows."""
+        self.lengths = F.pad(self.lengths, (0, count))
+        self.keys = [F.pad(keys, (0, 0, 0, 0, 0, 0, 0, count)) for keys in self.keys]
+        self.values = [F.pad(values, (0, 0, 0, 0, 0, 0, 0, count)) for values in self.values]
+
+    def move_row(self, source: int, to: int) -> None:
+        """Row `source` takes the place of row `to`."""
+        length = int(self.lengths[source])
+        for tensor in (*self.keys, *self.values):
+            tensor[to, :, :length] = tensor[source, :, :length]
+        self.lengths[to] = length
+
+    def take_slots(
+        self, lengths: Tensor | list[int], rows: Tensor | list[int] | None, width: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Count the first lengths[b] of `width` new tokens as cached in rows[b] (row b when None).
+
+        Gives, for each of those tokens, [M] each: its row, its slot and its index among [B * width].
+        """
+        counts = torch.as_tensor(lengths, dtype=torch.long).cpu()
+        chosen = torch.arange(len(counts)) if rows is None else torch.as_tensor(rows, dtype=torch.long).cpu()
+        which, within = (torch.arange(width) < counts[:, None]).nonzero(as_tuple=True)
+        slots = self.lengths[chosen][which] + within
+        self.lengths[chosen] += counts
+        return chosen[which], slots, which * width + within
+
+    def reserve(self, length: int) -> None:
+        """Room for rows of `length` tokens; grows by half at least, so that growing stays rare."""
+        if length > self.capacity:
+            more = max(length - self.capacity, self.capacity // 2)
+            self.keys = [F.pad(keys, (0, 0, 0, more)) for keys in self.keys]
+            self.values = [F.pad(values, (0, 0, 0, more)) for values in self.values]
+
+    def write(self, layer: int, rows: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put keys, values [..., K, D] at rows and slots that broadcast to [...]."""
+        self.keys[layer][rows, :, slots] = keys
+        self.values[layer][rows, :, slots] = values
+
+    def attend(self, layer: int, q: Tensor, visible: Tensor | None, length: int, scale: float) -> Tensor:
+        """Attention [B, G, H, D] of q [B, G, H, D], rows 0 to B-1, over the first `length` cells.
+
+        visible is [B, length] bool, or None where every row sees all of them.
+        """
+        rows, slots, heads, size = q.shape
+        keys, values = (kept[layer][:rows, :, :length] for kept in (self.keys, self.values))
+        key_heads = keys.shape[1]
+        # All query heads of a key head become rows of one product, so that keys are never repeated.
+        q = q.reshape(rows, slots, key_heads, heads // key_heads, size).transpose(1, 2).flatten(2, 3)
+        mask = None if visible is None else visible[:, None, None, :]
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
+        return out.unflatten(2, (slots, -1)).transpose(1, 2).reshape(rows, slots, heads, size)

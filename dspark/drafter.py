@@ -1,0 +1,341 @@
+"""The parallel drafter: DSpark and DFlash, in either block layout, for every family.
+
+B rows, S sequence, T packed context tokens, N blocks, G draft slots, V vocabulary, d hidden, m captured layers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dspark.attention import BlockLayout, Implementation
+from dspark.backbone import DraftLayer, RMSNorm, Rotary, initialise
+from dspark.confidence import ConfidenceHead
+from dspark.config import DrafterConfig, SettingError
+from dspark.draft_cache import DraftCache
+from dspark.families import FAMILIES
+from dspark.packing import PackedBatch
+from dspark.sequential_heads import OUTSIDE_BIAS, SequentialHead, build_head
+
+SHARED_TENSORS = {"embed_tokens.weight", "lm_head.weight"}
+
+
+class Drafter(nn.Module):
+    """Context projection, draft layers, frozen embedding and head of the target, sequential and confidence heads.
+
+    Parameter names are those of the published layout.
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        if config.algorithm == "eagle3":
+            raise SettingError("algorithm is 'eagle3'; use dspark.eagle3.Eagle3Drafter (option `drafter.algorithm`)")
+        self.config = config
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
+        self.fc = nn.Linear(config.num_features, size, bias=False)
+        self.hidden_norm = RMSNorm(size, eps)
+        self.layers: Any = nn.ModuleList(DraftLayer(config) for _ in range(config.num_draft_layers))
+        self.norm = RMSNorm(size, eps)
+        self.markov_head = build_head(config)
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        self.rotary = Rotary(config)
+        self.attention: Implementation = "auto"
+        self.draft_token_ids: Tensor | None
+        self.register_buffer("draft_token_ids", None, persistent=False)  # [Vd] ascending; None drafts all of V
+        self.embed_tokens.requires_grad_(False)
+        self.lm_head.requires_grad_(False)
+
+    @property
+    def sequential_head(self) -> SequentialHead | None:
+        return self.markov_head
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def block_size(self) -> int:
+        """Draft tokens a block, G."""
+        return self.config.block_size
+
+    # Context
+
+    def project_context(self, features: Tensor) -> Tensor:
+        """hidden_norm(fc(features)): [..., m*d] to [..., d].
+
+        Raises SettingError when the features' width is not that of the configured layers.
+        """
+        if features.shape[-1] != self.config.num_features:
+            size, layers = self.config.hidden_size, len(self.config.target_layer_ids)
+            raise SettingError(
+                f"the cache's features are {features.shape[-1]} wide; this drafter reads {layers} layers of "
+                f"hidden size {size}, {layers * size} together (option `drafter.target_layer_ids`)"
+            )
+        return self.hidden_norm(self.fc(features.to(self.dtype)))
+
+    # Training
+
+    def block_states(self, batch: PackedBatch) -> Tensor:
+        """Post-`norm` states [N, G, d] of all packed blocks; slot k is for the token at anchor + k + 1."""
+        config = self.config
+        slots = config.input_slots
+        layout = BlockLayout(
+            sequence_starts=batch.sequence_starts,
+            block_starts=batch.block_starts,
+            block_sequence=batch.block_sequence,
+            block_anchor=batch.block_anchor,
+            slots=slots,
+            implementation=self.attention,
+        )
+        context = self.project_context(batch.features)
+        offsets = torch.arange(slots, device=context.device)
+        block_positions = batch.positions[batch.block_anchor][:, None] + offsets
+        context_rotation = self.rotary(batch.positions, context.dtype)
+        block_rotation = self.rotary(block_positions, context.dtype)
+        x = self._block_inputs(batch.input_ids[batch.block_anchor])
+        for layer in self.layers:
+            attention = layer.self_attn
+            context_kv = attention.keys_values(context, context_rotation)
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, kv: Any = context_kv, scale: float = attention.scale) -> Tensor:
+                return layout.attend(q, kv, k, v, scale)
+
+            x = layer(x, block_rotation, attend)
+        return self.norm(x[:, slots - config.block_size :])
+
+    # DeepSpeed and its like wrap `forward`.
+    forward = block_states
+
+    # Drafting
+
+    def new_cache(self, rows: int, capacity: int = 256) -> DraftCache:
+        """An empty cache of context keys and values for `rows` requests."""
+        config = self.config
+        return DraftCache(
+            layers=config.num_draft_layers,
+            rows=rows,
+            key_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            capacity=capacity,
+        )
+
+    @torch.no_grad()
+    def extend_context(
+        self,
+        cache: DraftCache,
+        features: Tensor,
+        lengths: Tensor | list[int],
+        rows: Tensor | list[int] | None = None,
+    ) -> None:
+        """Append the first lengths[b] of features [B, S, m*d] to cache row rows[b] (row b when `rows` is None).
+
+        A row's new positions continue where it ends.
+        """
+        token_rows, slots, source = cache.take_slots(lengths, rows, features.shape[1])
+        self.write_context(cache, features.flatten(0, 1)[source.to(features.device)], token_rows, slots)
+
+    @torch.no_grad()
+    def write_context(self, cache: DraftCache, features: Tensor, token_rows: Tensor, positions: Tensor) -> None:
+        """Put the keys and values of packed features [M, m*d] at cache rows token_rows [M], positions [M].
+
+        The primitive under `extend_context`, for callers that keep count of rows themselves.
+        """
+        if len(token_rows) == 0:
+            return
+        cache.reserve(int(positions.max()) + 1)
+        token_rows, positions = token_rows.to(cache.device), positions.to(cache.device)
+        context = self.project_context(features.to(cache.device))  # [M, d]
+        rotation = self.rotary(positions, context.dtype)
+        for index, layer in enumerate(self.layers):
+            cache.write(index, token_rows, positions, *layer.self_attn.keys_values(context, rotation))
+
+    @torch.no_grad()
+    def draft_states(self, anchor_ids: Tensor, anchor_positions: Tensor, cache: DraftCache) -> Tensor:
+        """Post-`norm` states [B, G, d] of one block a row; the block's own keys and values are not kept.
+
+        anchor_ids [B] and anchor_positions [B] are for cache rows 0 to B-1. Row b sees its first anchor_positions[b]
+        cached positions, so it must hold at least those; what lies behind them is overwritten.
+        """
+        config, slots = self.config, self.config.input_slots
+        anchors = anchor_positions.to(cache.device)
+        longest = int(anchor_positions.max()) + slots
+        cache.reserve(longest)
+        positions = anchors[:, None] + torch.arange(slots, device=cache.device)  # [B, slots]
+        visible = None
+        if int(anchor_positions.min()) + slots < longest:
+            visible = torch.arange(longest, device=cache.device) < (anchors + slots)[:, None]
+        rotation = self.rotary(positions, self.dtype)
+        rows = torch.arange(len(anchors), device=cache.device)[:, None]
+        x = self._block_inputs(anchor_ids.to(self.device))
+        for index, layer in enumerate(self.layers):
+
+            def attend(
+                q: Tensor, k: Tensor, v: Tensor, at: int = index, scale: float = layer.self_attn.scale
+            ) -> Tensor:
+                cache.write(at, rows, positions, k, v)
+                return cache.attend(at, q, visible, longest, scale)
+
+            x = layer(x, rotation, attend)
+        return self.norm(x[:, slots - config.block_size :])
+
+    # Heads
+
+    def base_logits(self, states: Tensor, vocabulary: Tensor | None = None) -> Tensor:
+        """Head and soft cap, before the sequential bias: states [..., d] to [..., V], or to `vocabulary`'s tokens."""
+        weight = self.lm_head.weight if vocabulary is None else self.lm_head.weight[vocabulary]
+        logits = nn.functional.linear(states, weight)
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def confidence_logits(self, states: Tensor, previous_ids: Tensor) -> Tensor | None:
+        """Logits [..., G] of acceptance from states [..., G, d] and previous_ids [..., G]; None without the head."""
+        if self.confidence_head is None:
+            return None
+        embedded = None
+        if self.confidence_head.with_markov:
+            assert self.markov_head is not None
+            embedded = self.markov_head.embed(previous_ids)
+        return self.confidence_head(states, embedded)
+
+    def restrict_vocabulary(self, token_ids: Tensor) -> None:
+        """Draft only `token_ids` [Vd]; carried in the checkpoint by the last Markov rank column."""
+        token_ids = torch.unique(token_ids.long()).to(self.device)
+        if len(token_ids) != self.config.draft_vocab_size or self.markov_head is None:
+            raise SettingError(
+                f"{len(token_ids)} draft tokens given, draft_vocab_size is {self.config.draft_vocab_size} "
+                "(option `drafter.draft_vocab_size`)"
+            )
+        self.draft_token_ids = token_ids
+        self.markov_head.reserve_column(token_ids)
+
+    # Weights
+
+    def share_target(self, embedding: Tensor, head: Tensor) -> None:
+        """Take the target's embedding and head [V, d], frozen, without a copy where dtype and device agree."""
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        if tuple(embedding.shape) != shape or tuple(head.shape) != shape:
+            raise SettingError(
+                f"the target's embedding is {tuple(embedding.shape)} and its head {tuple(head.shape)}; "
+                f"the drafter is configured for {shape} (options `vocab_size`, `hidden_size`)"
+            )
+        for module, weight in ((self.embed_tokens, embedding), (self.lm_head, head)):
+            shared = weight.detach().to(self.device, self.dtype)
+            module.weight = nn.Parameter(shared, requires_grad=False)
+
+    def initialise_random(self, seed: int = 0) -> None:
+        """Normal weights, standard deviation 0.02; a sequential head starts without an effect. Global state is kept."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            for name, module in self.named_children():
+                if name not in ("embed_tokens", "lm_head"):
+                    initialise(module)
+            if self.markov_head is not None:
+                nn.init.zeros_(self.markov_head.markov_w2.weight)
+
+    def _block_inputs(self, anchor_ids: Tensor) -> Tensor:
+        """[N] anchors to slot inputs [N, slots, d]: the anchor's embedding, then mask embeddings."""
+        slots, size = self.config.input_slots, self.config.hidden_size
+        anchors = self.embed_tokens(anchor_ids)
+        assert self.config.mask_token_id is not None
+        mask = self.embed_tokens.weight[self.config.mask_token_id]
+        x = torch.cat([anchors[:, None], mask.expand(len(anchors), slots - 1, size)], dim=1)
+        if FAMILIES[self.config.family].scaled_embedding:
+            x = x * torch.tensor(math.sqrt(size), dtype=x.dtype)
+        return x
+
+
+def save_drafter(drafter: nn.Module, path: str | Path, target_text_config: Any, *, with_shared: bool = True) -> None:
+    """Write `config.json` and `model.safetensors` in the native layout.
+
+    `with_shared` False leaves out the target's embedding and head; such a folder opens only with its target.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(head := getattr(drafter, "markov_head", None), SequentialHead):
+        head.restore_reserved_column()
+    # Contiguous copies: a tied target's embedding and head are one tensor in memory and two in the file.
+    tensors = {
+        name: tensor.detach().to("cpu", copy=True).contiguous()
+        for name, tensor in drafter.state_dict().items()
+        if with_shared or name not in SHARED_TENSORS
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config: Any = drafter.config
+    values = config.to_checkpoint(target_text_config)
+    values["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+def load_drafter(
+    path: str | Path, *, device: str | torch.device = "cpu", dtype: str | torch.dtype | None = None, target: Any = None
+) -> Any:
+    """Open a published checkpoint (Drafter, or Eagle3Drafter) by the `architectures` of its config.json.
+
+    `dtype` None keeps the stored one. `target` supplies embedding and head where the folder leaves them out.
+
+    Raises:
+        FileNotFoundError: no config.json or model.safetensors in `path`.
+        SettingError: an unknown architecture, a missing layout key, or tensors that don't fit the configuration.
+    """
+    from safetensors.torch import load_file
+
+    folder = Path(path)
+    for name in ("config.json", "model.safetensors"):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} has no {name}; a drafter folder holds config.json and model.safetensors")
+    config = DrafterConfig.from_checkpoint(json.loads((folder / "config.json").read_text()))
+    tensors = load_file(folder / "model.safetensors", device=str(device))
+    if target is not None:
+        tensors.setdefault("embed_tokens.weight", target.embed_tokens.weight.detach())
+        tensors.setdefault("lm_head.weight", target.lm_head.weight.detach())
+    chosen = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    tensors = {name: tensor.to(device=device, dtype=chosen or tensor.dtype) for name, tensor in tensors.items()}
+    with torch.device("meta"):
+        drafter = drafter_class(config)(config)
+    require_tensors(drafter, tensors, folder)
+    drafter.load_state_dict(tensors, assign=True)
+    drafter.embed_tokens.requires_grad_(False)
+    drafter.lm_head.requires_grad_(False)
+    if config.draft_vocab_size is not None:
+        inside = drafter.markov_head.markov_w2.weight[:, -1] > OUTSIDE_BIAS / 2
+        drafter.restrict_vocabulary(inside.nonzero().flatten())
+    return drafter.eval()
+
+
+def drafter_class(config: DrafterConfig) -> Any:
+    """Drafter, or Eagle3Drafter."""
+    if config.algorithm == "eagle3":
+        from dspark.eagle3 import Eagle3Drafter
+
+        return Eagle3Drafter
+    return Drafter
+
+
+def require_tensors(drafter: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Raises SettingError unless names and shapes are exactly the drafter's."""
+    expected = drafter.state_dict()
+    problems = [f"{name} is missing" for name in sorted(set(expected) - set(tensors))]
+    problems += [f"{name} is not part of this drafter" for name in sorted(set(tensors) - set(expected))]
+    problems += [
+        f"{name} is {tuple(tensors[name].shape)}, config.json says {tuple(expected[name].shape)}"
+        for name in sorted(set(expected) & set(tensors))
+        if tensors[name].shape != expected[name].shape
+    ]
+    if problems:
+        hint = " (pass `target=` for a folder without them)" if SHARED_TENSORS & set(expected) - set(tensors) else ""
+        raise SettingError(f"{folder} does not fit its config.json: {'; '.join(problems[:8])}{hint}")

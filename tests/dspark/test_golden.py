@@ -1,0 +1,99 @@
+"""Every block drafter against the numbers of the paper's reference implementation."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from golden_cases import BLOCK_DRAFTERS, arrays, draft_logits, packed, plain_loss
+
+from dspark import load_drafter
+from dspark.config import DrafterConfig
+
+
+@pytest.mark.parametrize("name", BLOCK_DRAFTERS)
+def test_training_forward(golden: Path, name: str) -> None:
+    drafter = load_drafter(golden / name / "checkpoint")
+    case = arrays(golden / name / "train_forward.npz")
+    batch = packed(case, drafter.block_size)
+    keep = torch.from_numpy(case["block_keep_mask"])
+    states = drafter.block_states(batch)
+    close = {"atol": 1e-4, "rtol": 0}
+    expected = torch.from_numpy(case["draft_logits"])[keep]
+    torch.testing.assert_close(draft_logits(drafter, states, batch.previous_ids), expected, **close)
+    mask = torch.from_numpy(case["eval_mask"])[keep]
+    assert torch.equal(batch.supervised, mask)
+    assert torch.equal(batch.label_ids[mask], torch.from_numpy(case["target_ids"])[keep][mask])
+    teacher = drafter.base_logits(batch.teacher.states)[batch.teacher_index]
+    torch.testing.assert_close(teacher[mask], torch.from_numpy(case["target_logits"])[keep][mask], **close)
+    confidence = drafter.confidence_logits(states, batch.previous_ids)
+    if "confidence_logits" in case:
+        torch.testing.assert_close(confidence, torch.from_numpy(case["confidence_logits"])[keep], **close)
+    else:
+        assert confidence is None
+    alphas = (1.0, 0.0, 0.0) if name.startswith("dflash") else (0.1, 0.9, 1.0)
+    loss = plain_loss(drafter, states, batch, alphas)
+    assert loss.item() == pytest.approx(float(case["loss"]), rel=1e-5)
+    loss.backward()
+    check_gradients(drafter, case)
+
+
+def check_gradients(drafter: Any, case: dict[str, Any]) -> None:
+    trained = {n: p for n, p in drafter.named_parameters() if p.requires_grad}
+    expected = {key.removeprefix("grad_norm/"): float(v) for key, v in case.items() if key.startswith("grad_norm/")}
+    assert set(trained) == set(expected)
+    for parameter, norm in expected.items():
+        assert trained[parameter].grad.norm().item() == pytest.approx(norm, rel=1e-4, abs=1e-6), parameter
+    for key in (key for key in case if key.startswith("grad/")):
+        gradient = trained[key.removeprefix("grad/")].grad
+        torch.testing.assert_close(gradient, torch.from_numpy(case[key]), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", BLOCK_DRAFTERS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_drafting_rounds(golden: Path, name: str, rows: int) -> None:
+    """Three rounds with a growing cache. With three rows, rows of other lengths stand beside the golden one."""
+    drafter = load_drafter(golden / name / "checkpoint")
+    case = arrays(golden / name / "draft_rounds.npz")
+    sequence, features = torch.from_numpy(case["sequence"]), torch.from_numpy(case["context_features"])
+    cache = drafter.new_cache(rows, capacity=8)
+    middle = rows // 2
+    others = [9 + 5 * row for row in range(rows)]
+    for index in range(3):
+        start, anchor = int(case[f"round{index}/new_context_start"]), int(case[f"round{index}/anchor_position"])
+        anchors = [anchor if row == middle else others[row] + index for row in range(rows)]
+        for row, end in enumerate(anchors):
+            begin = int(cache.lengths[row])
+            assert row != middle or begin == start
+            drafter.extend_context(cache, features[:, begin:end], [end - begin], rows=[row])
+        states = drafter.draft_states(sequence[0, anchors], torch.tensor(anchors), cache)[middle : middle + 1]
+        torch.testing.assert_close(states, torch.from_numpy(case[f"round{index}/block_hidden"]), atol=1e-4, rtol=0)
+        previous, head_state, tokens, logits = sequence[:1, anchor], None, [], []
+        if drafter.sequential_head is not None:
+            head_state = drafter.sequential_head.initial_state(1)
+        for slot in range(drafter.block_size):
+            slot_logits = drafter.base_logits(states[:, slot])
+            if drafter.sequential_head is not None:
+                bias, head_state = drafter.sequential_head.step(head_state, previous, states[:, slot])
+                slot_logits = slot_logits + bias
+            logits.append(slot_logits)
+            tokens.append(previous := slot_logits.argmax(-1))
+        assert torch.cat(tokens).tolist() == case[f"round{index}/tokens"].tolist()
+        expected = torch.from_numpy(case[f"round{index}/logits"])
+        torch.testing.assert_close(torch.stack(logits, 1), expected, atol=1e-4, rtol=0)
+        before = torch.cat([sequence[:1, anchor], *tokens[:-1]])[None]
+        confidence = drafter.confidence_logits(states, before)
+        if confidence is not None:
+            expected = torch.from_numpy(case[f"round{index}/confidence_logits"])
+            torch.testing.assert_close(confidence, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", [*BLOCK_DRAFTERS, "eagle3_qwen3"])
+def test_config_round_trip(golden: Path, name: str) -> None:
+    import json
+
+    values = json.loads((golden / name / "checkpoint" / "config.json").read_text())
+    config = DrafterConfig.from_checkpoint(values)
+    written = config.to_checkpoint(values)
+    assert DrafterConfig.from_checkpoint(written) == config
+    assert {key: written[key] for key in values} == values
