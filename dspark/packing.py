@@ -26,15 +26,20 @@ _T = TypeVar("_T")
 
 @dataclass(kw_only=True)
 class DenseTeacher:
-    """The teacher as the target's last states, after the final norm: its logits are `lm_head(states)`."""
+    """The teacher as the target's last states, after the final norm: its logits are `lm_head(states)`.
+
+    `log_normalizers`, when they are known from before, are the log sum exp of those logits over the whole vocabulary.
+    """
 
     states: Tensor  # [P, d]
+    log_normalizers: Tensor | None = None  # [P]
 
     def __len__(self) -> int:
         return len(self.states)
 
     def rows(self, index: Tensor) -> DenseTeacher:
-        return DenseTeacher(states=self.states[index])
+        known = self.log_normalizers
+        return DenseTeacher(states=self.states[index], log_normalizers=None if known is None else known[index])
 
 
 @dataclass(kw_only=True)
@@ -84,6 +89,7 @@ class Sample:
     features: Tensor  # [S, C]
     teacher_positions: Tensor  # [P]
     last_states: Tensor | None = None  # [P, d]
+    log_normalizers: Tensor | None = None  # [P]
     sparse_teacher: SparseTeacher | None = None
 
 
@@ -150,7 +156,7 @@ def _teacher_of(sample: SampleLike) -> Teacher:
         return sparse
     if sample.last_states is None:
         raise ValueError(f"sample {sample.sample_id!r} has neither last states nor a sparse teacher")
-    return DenseTeacher(states=sample.last_states)
+    return DenseTeacher(states=sample.last_states, log_normalizers=getattr(sample, "log_normalizers", None))
 
 
 def _join_teachers(parts: list[Teacher]) -> Teacher:
@@ -159,7 +165,11 @@ def _join_teachers(parts: list[Teacher]) -> Teacher:
     if dense and sparse:
         raise ValueError("some samples have dense and some sparse teachers; one batch takes one kind")
     if dense:
-        return DenseTeacher(states=torch.cat([part.states for part in dense]))
+        known = [part.log_normalizers for part in dense if part.log_normalizers is not None]
+        return DenseTeacher(
+            states=torch.cat([part.states for part in dense]),
+            log_normalizers=torch.cat(known) if len(known) == len(dense) else None,
+        )
     return SparseTeacher(
         token_ids=torch.cat([part.token_ids for part in sparse]),
         log_probs=torch.cat([part.log_probs for part in sparse]),
