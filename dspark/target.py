@@ -56,8 +56,8 @@ class Target:
         self.name, self.revision, self.folder = name, revision, folder
         self.text_config = self.model.config.get_text_config()
         self.decoder = _text_decoder(self.model)
-        self.layers: nn.ModuleList = self.decoder.layers
-        self.final_norm: nn.Module = self.decoder.norm
+        self.layers: Any = self.decoder.layers
+        self.final_norm: Any = self.decoder.norm
         self.embed_tokens: nn.Embedding = self.decoder.embed_tokens
         self.lm_head: nn.Linear = self.model.get_output_embeddings()
         self.num_layers = len(self.layers)
@@ -110,7 +110,7 @@ class Target:
             raise TargetError(f"cannot open the target {str(path_or_id)!r} (option `target.name`): {error}") from error
         return cls(
             model.to(device),
-            _open_tokenizer(str(path_or_id), folder, hub),
+            open_tokenizer(path_or_id, **hub),
             target_layer_ids=target_layer_ids,
             name=str(path_or_id),
             revision=revision,
@@ -128,12 +128,7 @@ class Target:
     @property
     def stop_token_ids(self) -> frozenset[int]:
         """Every token that ends an answer: of the generation config, the text config and the tokenizer."""
-        found: set[int] = set()
-        for source in (getattr(self.model, "generation_config", None), self.text_config, self.tokenizer):
-            value = getattr(source, "eos_token_id", None)
-            if value is not None:
-                found.update(value if isinstance(value, list | tuple) else [value])
-        return frozenset(int(token) for token in found)
+        return stop_tokens(getattr(self.model, "generation_config", None), self.text_config, self.tokenizer)
 
     @torch.no_grad()
     def capture(
@@ -207,38 +202,12 @@ class Target:
 
     def hashes(self) -> dict[str, str]:
         """weights_sha256, tokenizer_sha256 and chat_template_sha256, as the contract records them."""
-        tokenizer = self.tokenizer
-        template = getattr(tokenizer, "chat_template", None) if tokenizer is not None else None
-        if isinstance(template, dict | list):
-            template = json.dumps(template, sort_keys=True)
-        return {
-            "weights_sha256": self._weights_sha256(),
-            "tokenizer_sha256": hashlib.sha256(_tokenizer_bytes(tokenizer)).hexdigest(),
-            "chat_template_sha256": hashlib.sha256((template or "").encode()).hexdigest(),
-        }
+        weights = hash_weights(self.folder) if self.folder else None
+        return {"weights_sha256": weights or self._state_sha256(), **hash_tokenizer(self.tokenizer)}
 
     def default_mask_token_id(self) -> int:
-        """A row of the embedding that never stands in text: the paper's for Qwen3 and Gemma-4, else found here.
-
-        A row beyond the tokenizer, else the last special token that neither the chat template nor padding uses.
-        """
-        model_type = self.text_config.model_type
-        if model_type == "qwen3" and self.vocab_size > 151669:
-            return 151669
-        if family_of(model_type) == "gemma4" and self.vocab_size > 4:
-            return 4
-        if self.tokenizer is None or len(self.tokenizer) < self.vocab_size:
-            return self.vocab_size - 1
-        template = str(getattr(self.tokenizer, "chat_template", None) or "")
-        in_use = set(self.tokenizer.all_special_ids) | set(self.stop_token_ids)
-        special = [
-            token_id
-            for token_id, token in self.tokenizer.added_tokens_decoder.items()
-            if token.special and token_id not in in_use and token.content not in template
-        ]
-        if not special:
-            raise TargetError(f"{self.name} has no unused token to serve as mask; name one in `drafter.mask_token_id`")
-        return max(special)
+        """See `default_mask_token_id`."""
+        return default_mask_token_id(self.text_config, self.tokenizer, vocab_size=self.vocab_size)
 
     def _hook_layers(self) -> None:
         def keep(layer: int) -> Any:
@@ -258,20 +227,69 @@ class Target:
             else:
                 self.layers[layer].register_forward_hook(keep(layer))
 
-    def _weights_sha256(self) -> str:
-        files = sorted(self.folder.glob("*.safetensors")) if self.folder else []
+    def _state_sha256(self) -> str:
         digest = hashlib.sha256()
-        if files:
-            for file in files:
-                digest.update(file.name.encode())
-                with file.open("rb") as stream:
-                    while block := stream.read(1 << 24):
-                        digest.update(block)
-            return digest.hexdigest()
         for name, tensor in sorted(self.model.state_dict().items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()
+
+
+def stop_tokens(*sources: Any) -> frozenset[int]:
+    """The `eos_token_id`s, one or several each, of the configs and the tokenizer given."""
+    found: set[int] = set()
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        if value is not None:
+            found.update(value if isinstance(value, list | tuple) else [value])
+    return frozenset(int(token) for token in found)
+
+
+def hash_weights(folder: Path) -> str | None:
+    """SHA-256 over the folder's safetensors files, names included; None when it has none."""
+    files = sorted(folder.glob("*.safetensors"))
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode())
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 24):
+                digest.update(block)
+    return digest.hexdigest() if files else None
+
+
+def hash_tokenizer(tokenizer: Any) -> dict[str, str]:
+    """tokenizer_sha256 and chat_template_sha256, as the contract records them."""
+    template = getattr(tokenizer, "chat_template", None) if tokenizer is not None else None
+    if isinstance(template, dict | list):
+        template = json.dumps(template, sort_keys=True)
+    return {
+        "tokenizer_sha256": hashlib.sha256(_tokenizer_bytes(tokenizer)).hexdigest(),
+        "chat_template_sha256": hashlib.sha256((template or "").encode()).hexdigest(),
+    }
+
+
+def default_mask_token_id(text_config: Any, tokenizer: Any, *, vocab_size: int | None = None) -> int:
+    """A row of the embedding that never stands in text: the paper's for Qwen3 and Gemma-4, else found here.
+
+    A row beyond the tokenizer, else the last special token that neither the chat template nor padding uses.
+    """
+    rows = int(vocab_size or text_config.vocab_size)
+    if text_config.model_type == "qwen3" and rows > 151669:
+        return 151669
+    if family_of(text_config.model_type) == "gemma4" and rows > 4:
+        return 4
+    if tokenizer is None or len(tokenizer) < rows:
+        return rows - 1
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    in_use = set(tokenizer.all_special_ids) | stop_tokens(text_config, tokenizer)
+    special = [
+        token_id
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token.special and token_id not in in_use and token.content not in template
+    ]
+    if not special:
+        raise TargetError("the tokenizer has no unused token to serve as mask; name one in `drafter.mask_token_id`")
+    return max(special)
 
 
 def _text_decoder(model: Any) -> Any:
@@ -286,13 +304,14 @@ def _text_decoder(model: Any) -> Any:
     return decoder
 
 
-def _open_tokenizer(name: str, folder: Path | None, hub: dict[str, Any]) -> Any:
+def open_tokenizer(path_or_id: str | Path, **hub: Any) -> Any:
     """The tokenizer, or None for a local folder that has none (a bare model, as in tests)."""
     from transformers import AutoTokenizer
 
-    if folder is not None and not any(folder.glob("tokenizer*")):
+    folder = Path(path_or_id)
+    if folder.is_dir() and not any(folder.glob("tokenizer*")):
         return None
-    return AutoTokenizer.from_pretrained(name, **hub)
+    return AutoTokenizer.from_pretrained(str(path_or_id), **hub)
 
 
 def _tokenizer_bytes(tokenizer: Any) -> bytes:

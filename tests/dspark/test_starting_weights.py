@@ -1,0 +1,124 @@
+"""Starting weights do what they promise, and folders give back what was saved."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import config_for, tiny_target
+
+from dspark.config import SettingError
+from dspark.draft_vocabulary import engine_mapping, most_frequent_tokens
+from dspark.drafter import load_drafter, save_drafter
+from dspark.starting_weights import build_drafter, initialize_from_target
+
+
+def test_context_keys_are_those_of_the_target_layer() -> None:
+    """Both draft layers see, of a state, exactly what the target's layer would project from it (up to its norm)."""
+    target = tiny_target("llama")
+    drafter = build_drafter(config_for(target, num_draft_layers=2), target, start="target")
+    for layer in target.layers:
+        torch.nn.init.uniform_(layer.input_layernorm.weight, 0.5, 2.0)
+    sources = initialize_from_target(drafter, target)
+    assert sources == [4, 5]
+    ids = torch.randint(0, 97, (1, 12))
+    captured = target.capture(ids)
+    context = drafter.project_context(captured.features)[0]
+    state = captured.features[0, :, -32:]
+    for layer, source in zip(drafter.layers, sources, strict=True):
+        theirs = target.layers[source]
+        expected = theirs.self_attn.v_proj(theirs.input_layernorm(state))
+        torch.testing.assert_close(layer.self_attn.v_proj(context), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(drafter.norm.weight, target.final_norm.weight)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma4"])
+def test_every_family_starts_from_its_target(kind: str) -> None:
+    target = tiny_target(kind)
+    drafter = build_drafter(config_for(target, num_draft_layers=1), target, start="target")
+    theirs = target.layers[-1].state_dict()
+    torch.testing.assert_close(drafter.layers[0].mlp.down_proj.weight, theirs["mlp.down_proj.weight"])
+    if kind != "llama":
+        torch.testing.assert_close(drafter.layers[0].self_attn.q_norm.weight, theirs["self_attn.q_norm.weight"])
+    assert drafter.embed_tokens.weight.data_ptr() == target.embed_tokens.weight.data_ptr()
+    assert not drafter.embed_tokens.weight.requires_grad
+    assert not drafter.lm_head.weight.requires_grad
+
+
+def test_random_start_is_decided_by_the_seed_alone() -> None:
+    target = tiny_target("llama")
+    config = config_for(target)
+    states = [build_drafter(config, target, start="random", seed=seed).state_dict() for seed in (3, 3, 4)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert not torch.equal(states[0]["fc.weight"], states[2]["fc.weight"])
+
+
+def test_start_from_a_published_drafter(tmp_path: Path) -> None:
+    target = tiny_target("llama")
+    config = config_for(target)
+    drafter = build_drafter(config, target, start="random")
+    save_drafter(drafter, tmp_path / "whole", target.text_config)
+    save_drafter(drafter, tmp_path / "bare", target.text_config, with_shared=False)
+    for folder in ("whole", "bare"):
+        again = build_drafter(config, target, start=str(tmp_path / folder))
+        for name, tensor in drafter.state_dict().items():
+            assert torch.equal(again.state_dict()[name], tensor), name
+    with pytest.raises(SettingError, match=r"embed_tokens\.weight is missing.*target="):
+        load_drafter(tmp_path / "bare")
+    with pytest.raises(SettingError, match=r"markov_rank \(8 there\)"):
+        build_drafter(config.replace(markov_rank=4), target, start=str(tmp_path / "whole"))
+
+
+def test_folder_problems_are_named(tmp_path: Path) -> None:
+    target = tiny_target("llama")
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        load_drafter(tmp_path)
+    save_drafter(build_drafter(config_for(target), target), tmp_path, target.text_config)
+    values = json.loads((tmp_path / "config.json").read_text())
+    for change, message in (
+        ({"markov_rank": 4}, r"markov_w1\.weight is \(97, 8\)"),
+        ({"architectures": ["Other"]}, "Other.*Qwen3DSparkModel"),
+        ({"num_hidden_layers": 3}, r"layers\.2.*missing"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(values | change))
+        with pytest.raises(SettingError, match=message):
+            load_drafter(tmp_path)
+    del values["confidence_head_with_markov"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(SettingError, match="lacks confidence_head_with_markov"):
+        load_drafter(tmp_path)
+
+
+def test_reduced_vocabulary_is_carried_by_the_markov_tables(tmp_path: Path) -> None:
+    target = tiny_target("llama")
+    counts = torch.arange(97).flip(0)
+    chosen = most_frequent_tokens(counts, 20, always=[90])
+    assert chosen.tolist() == [*range(19), 90]
+    config = config_for(target, draft_vocab_size=20)
+    drafter = build_drafter(config, target, draft_token_ids=chosen)
+    torch.nn.init.normal_(drafter.markov_head.markov_w2.weight)
+    states, previous = torch.randn(3, 4, 32), torch.randint(0, 97, (3, 4))
+    optimizer = torch.optim.AdamW((p for p in drafter.parameters() if p.requires_grad), lr=0.1, weight_decay=0.1)
+    logits = drafter.base_logits(states) + drafter.sequential_head.teacher_forced_bias(states, previous)
+    (logits.logsumexp(-1).sum() + drafter.confidence_logits(states, previous).sum()).backward()
+    assert not drafter.markov_head.markov_w1.weight.grad[:, -1].any()
+    assert not drafter.markov_head.markov_w2.weight.grad[:, -1].any()
+    optimizer.step()
+    save_drafter(drafter, tmp_path, target.text_config)
+    again = load_drafter(tmp_path)
+    assert torch.equal(again.draft_token_ids, chosen)
+    full = (again.base_logits(states) + again.sequential_head.teacher_forced_bias(states, previous)).softmax(-1)
+    few = again.base_logits(states, chosen) + again.sequential_head.teacher_forced_bias(states, previous, chosen)
+    outside = torch.ones(97, dtype=torch.bool)
+    outside[chosen] = False
+    assert full[..., outside].sum() == 0
+    torch.testing.assert_close(full[..., chosen], few.softmax(-1))
+
+
+def test_engine_mapping_is_an_offset() -> None:
+    chosen = torch.tensor([2, 3, 7])
+    d2t, t2d = engine_mapping(chosen, 9)
+    assert (torch.arange(3) + d2t).tolist() == chosen.tolist()
+    assert t2d.nonzero().flatten().tolist() == chosen.tolist()
+    with pytest.raises(SettingError, match=r"draft_vocab_size is 10.*1 to 9"):
+        most_frequent_tokens(torch.ones(9), 10)
