@@ -11,6 +11,7 @@ output folder carries it in `stage.json`. For each stage, in order:
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -205,6 +206,14 @@ class Run:
             },
         )
 
+    def uid(self) -> str:
+        """Eight hex digits that tell this run directory from any other; drawn once and kept in `run.json`."""
+        summary = self.directory.read_json("run.json")
+        if summary is None:
+            self.write_summary()
+            return self.uid()
+        return str(summary["uid"])
+
     def write_summary(self, provenance: dict[str, Any] | None = None) -> None:
         """Write `run.json`: settings as resolved, provenance of each invocation, and the state of every stage."""
         before = self.directory.read_json("run.json") or {}
@@ -217,7 +226,13 @@ class Run:
             if record is not None:
                 states[name] = {key: record[key] for key in ("identity", "complete", "seconds", "result")}
         self.directory.write_json(
-            "run.json", {"settings": self.settings.to_dict(), "stages": states, "invocations": invocations}
+            "run.json",
+            {
+                "uid": before.get("uid") or secrets.token_hex(4),
+                "settings": self.settings.to_dict(),
+                "stages": states,
+                "invocations": invocations,
+            },
         )
 
 
