@@ -2,8 +2,8 @@
 
 One W&B run a stage, one group a pipeline run. The run's id follows from the run directory and the stage's identity, so
 a stage that is taken up again continues its own curves. Steps are logged as `STAGE/step`, which is the x-axis: W&B's
-own counter would drop what a resumed stage logs again. Whatever W&B does, the stage goes on: a failure is said once, and
-the local log keeps everything.
+own counter would drop what a resumed stage logs again. Whatever W&B does, the stage goes on: a failure is said once,
+and the local log keeps everything.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ def wandb_mode(setting: Literal["auto", "offline", "online", "disabled"]) -> Wan
     """`auto` follows WANDB_MODE where it is set, and is online only with a WANDB_API_KEY."""
     if setting != "auto":
         return setting
-    asked = os.environ.get("WANDB_MODE")
-    if asked == "offline" or asked == "online" or asked == "disabled":  # spelt out so that the type narrows
-        return asked
+    known: dict[str, WandbMode] = {"offline": "offline", "online": "online", "disabled": "disabled"}
+    asked = os.environ.get("WANDB_MODE", "")
+    if asked in known:
+        return known[asked]
     return "online" if os.environ.get("WANDB_API_KEY") else "offline"
 
 
