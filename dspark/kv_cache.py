@@ -137,7 +137,8 @@ class RaggedCache(Cache):
     """Keys and values of up to `rows` sequences of up to `capacity` tokens, each at its own position."""
 
     def __init__(self, num_layers: int, rows: int, capacity: int) -> None:
-        super().__init__(layers=[RaggedLayer(rows, capacity) for _ in range(num_layers)])
+        self.storage = [RaggedLayer(rows, capacity) for _ in range(num_layers)]
+        super().__init__(layers=list(self.storage))
         self.rows, self.capacity = rows, capacity
         self.step: RaggedStep | None = None
 
@@ -153,11 +154,11 @@ class RaggedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        return self.layers[layer_idx].update(key_states, value_states, step=self.step)
+        return self.storage[layer_idx].update(key_states, value_states, step=self.step)
 
     def move_row(self, source: int, to: int, length: int) -> None:
         """Copy a row's first `length` tokens over another row, to keep live rows together."""
-        for layer in self.layers:
+        for layer in self.storage:
             layer.move_row(source, to, length)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.sampling import SamplingConfig
+from dspark.sampling import SamplingConfig, draw, probabilities
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,150 @@ def proposer_for(drafter: Any, target: Any) -> Proposer:
     for kind in type(drafter).__mro__:
         if kind.__name__ in _FACTORIES:
             return _FACTORIES[kind.__name__](drafter, target)
-    raise TypeError(f"{type(drafter).__name__} is no drafter that the decoder knows: {', '.join(sorted(_FACTORIES))}")
+    known = ", ".join(sorted(_FACTORIES))
+    raise ProposerError(f"{type(drafter).__name__} is no drafter that the decoder knows (it knows {known})")
+
+
+class ProposerError(ValueError):
+    """The drafter does not fit the target it is to draft for."""
+
+
+def _require_fit(drafter: Any, target: Any) -> None:
+    config = drafter.config
+    pairs = (
+        ("hidden_size", config.hidden_size, target.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("target_layer_ids", tuple(config.target_layer_ids), tuple(target.layer_ids)),
+        ("num_target_layers", config.num_target_layers, target.num_layers),
+    )
+    wrong = [f"{name} {ours} (target: {theirs})" for name, ours, theirs in pairs if ours != theirs]
+    if wrong:
+        raise ProposerError(
+            f"the drafter was made for another target or other layers: {', '.join(wrong)}; open its own target, "
+            "with `target_layer_ids` as in the drafter's config.json"
+        )
+
+
+class _ModuleProposer(Proposer):
+    """What drafter modules share: the context cache, the head over the draft vocabulary, the choice of tokens."""
+
+    def __init__(self, drafter: Any, target: Any) -> None:
+        _require_fit(drafter, target)
+        self.drafter = drafter
+        self.block_size = drafter.block_size
+        self.has_confidence = drafter.confidence_head is not None
+        self.vocab_size = drafter.config.vocab_size
+        self.cache: Any = None
+        self.vocabulary: Tensor | None = drafter.draft_token_ids
+        head = drafter.sequential_head
+        self.bias_weight: Tensor | None = None
+        if head is not None:
+            # Gathered once: row selection in every slot would cost more than the product.
+            weight = head.markov_w2.weight
+            self.bias_weight = weight if self.vocabulary is None else weight[self.vocabulary]
+
+    def open(self, rows: int, capacity: int) -> None:
+        if self.cache is None or self.cache.rows < rows:
+            self.cache = self.drafter.new_cache(rows, capacity)
+
+    def move_row(self, source: int, to: int) -> None:
+        self.cache.move_row(source, to)
+
+    def _placed(self, committed: Committed) -> tuple[Tensor, Tensor]:
+        """Rows [N] and positions [N] of committed tokens; keeps the cache's lengths."""
+        counts = torch.tensor(committed.counts)
+        segment = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        within = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts)[segment]
+        rows, starts = torch.tensor(committed.rows), torch.tensor(committed.starts)
+        self.cache.lengths[rows] = starts + counts
+        return rows[segment], starts[segment] + within
+
+    def _choose(self, logits: Tensor, sampling: SamplingConfig, u: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Tokens [B] from logits [B, Vd], and the distribution [B, V] they were drawn from."""
+        if sampling.greedy:
+            chosen, probs = logits.argmax(-1), None
+        else:
+            assert u is not None
+            probs = probabilities(logits, sampling)
+            chosen = draw(probs, u)
+        if self.vocabulary is not None:
+            chosen = self.vocabulary[chosen]
+            if probs is not None:
+                full = probs.new_zeros(len(probs), self.vocab_size)
+                full[:, self.vocabulary] = probs
+                probs = full
+        return chosen, probs
+
+
+class BlockProposer(_ModuleProposer):
+    """DSpark and DFlash: one parallel block, then the sequential head slot by slot."""
+
+    def extend(self, committed: Committed) -> None:
+        assert committed.features is not None
+        rows, positions = self._placed(committed)
+        self.drafter.write_context(self.cache, committed.features, rows, positions)
+
+    @torch.inference_mode()
+    def propose(
+        self, anchors: list[int], positions: list[int], slots: int, sampling: SamplingConfig, draws: Tensor | None
+    ) -> Proposal:
+        drafter = self.drafter
+        previous = torch.tensor(anchors, device=drafter.device)
+        states = drafter.draft_states(previous, torch.tensor(positions), self.cache)[:, :slots]
+        logits = drafter.base_logits(states, self.vocabulary)
+        head = drafter.sequential_head
+        carried = None if head is None else head.initial_state(len(anchors))
+        before, tokens, kept = [], [], []
+        for slot in range(slots):
+            scores = logits[:, slot]
+            if head is not None:
+                assert self.bias_weight is not None
+                vectors, carried = head.step_vector(carried, previous, states[:, slot])
+                scores = scores + torch.nn.functional.linear(vectors, self.bias_weight)
+            before.append(previous)
+            previous, probs = self._choose(scores, sampling, None if draws is None else draws[:, slot])
+            tokens.append(previous)
+            kept.append(probs)
+        confidence = drafter.confidence_logits(states, torch.stack(before, dim=1)) if self.has_confidence else None
+        return Proposal(torch.stack(tokens, dim=1), _stacked(kept), confidence)
+
+
+class Eagle3Proposer(_ModuleProposer):
+    """EAGLE-3: one step a token."""
+
+    def extend(self, committed: Committed) -> None:
+        assert committed.features is not None
+        rows, positions = self._placed(committed)
+        ends = torch.tensor(committed.counts).cumsum(0) - 1
+        following = committed.token_ids.roll(-1).clone()
+        following[ends.to(following.device)] = torch.tensor(committed.anchors, device=following.device)
+        self.drafter.write_context(self.cache, committed.features, rows, positions, following)
+
+    @torch.inference_mode()
+    def propose(
+        self, anchors: list[int], positions: list[int], slots: int, sampling: SamplingConfig, draws: Tensor | None
+    ) -> Proposal:
+        block = self.drafter.begin_block(
+            torch.tensor(anchors, device=self.drafter.device), torch.tensor(positions), self.cache
+        )
+        tokens, kept = [], []
+        for slot in range(slots):
+            logits = self.drafter.base_logits(block.state, self.vocabulary)
+            chosen, probs = self._choose(logits, sampling, None if draws is None else draws[:, slot])
+            tokens.append(chosen)
+            kept.append(probs)
+            if slot + 1 < slots:
+                block.feed(chosen)
+        return Proposal(torch.stack(tokens, dim=1), _stacked(kept), None)
+
+
+def _stacked(kept: list[Tensor | None]) -> Tensor | None:
+    present = [probs for probs in kept if probs is not None]
+    return torch.stack(present, dim=1) if present else None
+
+
+register_proposer("Drafter", BlockProposer)
+register_proposer("Eagle3Drafter", Eagle3Proposer)
 
 
 class ScriptedProposer(Proposer):

@@ -1,0 +1,243 @@
+"""Plain and speculative decoding against the target's own full-sequence forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from small_models import config_for, tiny_target
+
+from dspark.decoding import Decoder, Request, RequestError
+from dspark.drafter import Drafter
+from dspark.eagle3 import Eagle3Drafter
+from dspark.events import Completion, commit
+from dspark.kv_cache import CacheFull, RaggedCache, RaggedStep
+from dspark.proposers import ProposerError, ScriptedProposer
+from dspark.sampling import SamplingConfig
+from dspark.scheduling import FullBlock
+
+# A divergence is excused only where the target's two best logits are this close (float32).
+GAP_TOLERANCE = 1e-3
+
+
+def some_requests(count: int = 7, new_tokens: int = 14, stops: frozenset[int] = frozenset()) -> list[Request]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        Request(
+            request_id=f"r{index}",
+            prompt_ids=torch.randint(3, 96, (2 + 7 * index % 23,), generator=generator).tolist(),
+            max_new_tokens=new_tokens + index % 3,
+            stop_token_ids=stops,
+            seed=100 + index,
+        )
+        for index in range(count)
+    ]
+
+
+def greedy_reference(target: Any, request: Request) -> tuple[list[int], list[float]]:
+    """The slow loop: the whole sequence through the unmodified model for every token."""
+    ids, gaps = list(request.prompt_ids), []
+    for _ in range(request.max_new_tokens):
+        logits = target.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+        top = logits.topk(2)
+        gaps.append((top.values[0] - top.values[1]).item())
+        ids.append(int(top.indices[0]))
+        if ids[-1] in request.stop_token_ids:
+            break
+    return ids[len(request.prompt_ids) :], gaps
+
+
+def assert_same_greedy(target: Any, request: Request, completion: Completion) -> None:
+    expected, gaps = greedy_reference(target, request)
+    for index, (ours, theirs) in enumerate(zip(completion.output_ids, expected, strict=False)):
+        if ours != theirs:
+            assert gaps[index] < GAP_TOLERANCE, f"{request.request_id} differs at {index}, logit gap {gaps[index]:.2g}"
+            return
+    assert len(completion.output_ids) == len(expected)
+
+
+def a_drafter(target: Any, kind: str) -> Any:
+    settings: dict[str, dict[str, Any]] = {
+        "vanilla": {},
+        "gated": {"markov_head_type": "gated"},
+        "rnn": {"markov_head_type": "rnn"},
+        "dflash": {"algorithm": "dflash"},
+        "mask-first": {"algorithm": "dflash", "block_layout": "mask-first"},
+        "reduced": {"draft_vocab_size": 40},
+        "eagle3": {"algorithm": "eagle3", "num_draft_layers": 1, "block_size": 7},
+    }
+    config = config_for(target, **settings[kind])
+    drafter: Any = (Eagle3Drafter if kind == "eagle3" else Drafter)(config)
+    drafter.initialise_random(3)
+    drafter.share_target(target.embed_tokens.weight, target.lm_head.weight)
+    if drafter.markov_head is not None:
+        torch.nn.init.normal_(drafter.markov_head.markov_w2.weight, std=0.3)
+    if kind == "reduced":
+        drafter.restrict_vocabulary(torch.arange(7, 47))
+    return drafter.eval()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma4"])
+@pytest.mark.parametrize("max_rows", [1, 3])
+def test_plain_greedy_equals_the_full_forward(kind: str, max_rows: int) -> None:
+    target = tiny_target(kind)
+    requests = some_requests(5)
+    done = {c.request_id: c for c in Decoder(target, max_rows=max_rows, record_gaps=True).generate(requests)}
+    assert sorted(done) == sorted(r.request_id for r in requests)
+    for request in requests:
+        completion = done[request.request_id]
+        assert_same_greedy(target, request, completion)
+        assert len(completion.logit_gaps) == len(completion.output_ids)
+        assert completion.rounds == []
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn", "dflash", "mask-first", "reduced", "eagle3"])
+def test_speculative_greedy_equals_plain_with_any_drafter(kind: str) -> None:
+    target = tiny_target()
+    requests = some_requests()
+    for max_rows in (1, 4):
+        decoder = Decoder(target, a_drafter(target, kind), max_rows=max_rows)
+        for completion in decoder.generate(requests):
+            request = next(r for r in requests if r.request_id == completion.request_id)
+            assert_same_greedy(target, request, completion)
+            check_events(completion)
+
+
+def check_events(completion: Completion) -> None:
+    """What must hold of any completion's events."""
+    text = completion.output_ids[:1]
+    for number, event in enumerate(completion.rounds):
+        assert event.round == number
+        assert event.position == len(text)
+        assert event.anchor_id == text[-1]
+        assert 0 <= event.accepted_raw <= event.scheduled <= event.proposed == len(event.draft_ids)
+        assert event.committed == len(event.committed_ids) <= event.accepted_raw + 1
+        assert len(event.accepted) == len(event.reached) == len(event.acceptance_rate) == event.scheduled
+        assert not (event.bonus and event.stop_cut)
+        kept = event.committed - event.bonus
+        assert event.committed_ids[:kept] == event.draft_ids[:kept]
+        assert sum(event.accepted) <= event.accepted_raw
+        text += event.committed_ids
+    assert text == completion.output_ids
+
+
+@pytest.mark.parametrize("algorithm", ["vanilla", "eagle3"])
+@pytest.mark.parametrize(
+    "config", [SamplingConfig(temperature=0.8), SamplingConfig(temperature=1.0, top_p=0.9, top_k=30)]
+)
+def test_sampling_does_not_depend_on_the_batch(algorithm: str, config: SamplingConfig) -> None:
+    target = tiny_target()
+    drafter = a_drafter(target, algorithm)
+    outputs = []
+    for max_rows in (1, 3, 8):
+        decoder = Decoder(target, drafter, sampling=config, max_rows=max_rows)
+        outputs.append(
+            {c.request_id: (c.output_ids, [e.draft_ids for e in c.rounds]) for c in decoder.generate(some_requests())}
+        )
+    assert outputs[0] == outputs[1] == outputs[2]
+    again = Decoder(target, drafter, sampling=config).generate([replace(r, seed=r.seed + 1) for r in some_requests()])
+    assert {c.request_id: c.output_ids for c in again} != {key: value[0] for key, value in outputs[0].items()}
+
+
+def test_a_perfect_drafter_commits_whole_blocks() -> None:
+    target = tiny_target()
+    request = some_requests(1, new_tokens=17)[0]
+    expected, _ = greedy_reference(target, request)
+    start = len(request.prompt_ids)
+
+    def script(history: list[int], slots: int) -> tuple[list[int], float]:
+        at = len(history) - start
+        return (expected + [0] * slots)[at : at + slots], 0.0
+
+    proposer = ScriptedProposer(script, block_size=4, vocab_size=97)
+    (completion,) = Decoder(target, proposer).generate([request])
+    assert completion.output_ids == expected
+    assert completion.finish_reason == "length"
+    # 1 from the prompt, 3 rounds of 5, and a last one cut to a single token by the limit.
+    assert [event.committed for event in completion.rounds] == [5, 5, 5, 1]
+    assert [event.accepted_raw for event in completion.rounds][:3] == [4, 4, 4]
+    assert [event.bonus for event in completion.rounds] == [True, True, True, False]
+
+
+def test_stop_token_inside_the_accepted_prefix() -> None:
+    target = tiny_target()
+    base = some_requests(1, new_tokens=17)[0]
+    expected, _ = greedy_reference(target, base)
+    start = len(base.prompt_ids)
+    stop = next(token for index, token in enumerate(expected) if index >= 3 and token not in expected[:index])
+    at = expected.index(stop)
+
+    def script(history: list[int], slots: int) -> tuple[list[int], float]:
+        done = len(history) - start
+        return (expected + [0] * slots)[done : done + slots], 0.0
+
+    request = replace(base, stop_token_ids=frozenset([stop]))
+    (completion,) = Decoder(target, ScriptedProposer(script, block_size=16, vocab_size=97)).generate([request])
+    assert completion.output_ids == expected[: at + 1]
+    assert completion.finish_reason == "stop"
+    event = completion.rounds[-1]
+    assert event.stop_cut
+    assert not event.bonus
+    assert event.committed == at
+    assert sum(event.reached) == at == sum(event.accepted)
+    assert event.accepted_raw > event.committed
+
+
+def test_commit_ends_an_answer_in_one_place() -> None:
+    stops = frozenset([9])
+    assert commit([], 5, stops, 3).token_ids == [5]
+    assert commit([], 9, stops, 3).finish_reason == "stop"
+    assert commit([1, 2], 5, stops, 3).finish_reason == "length"
+    whole = commit([1, 2], 5, stops, 4)
+    assert (whole.token_ids, whole.bonus, whole.finish_reason) == ([1, 2, 5], True, None)
+    cut = commit([1, 9, 2], 5, stops, 9)
+    assert (cut.token_ids, cut.bonus, cut.stop_cut, cut.finish_reason) == ([1, 9], False, True, "stop")
+    full = commit([1, 2, 3], 5, stops, 2)
+    assert (full.token_ids, full.bonus, full.stop_cut, full.finish_reason) == ([1, 2], False, False, "length")
+    assert commit([1, 2], 5, stops, 2).bonus is False
+    at_limit = commit([1, 9], 5, stops, 2)
+    assert at_limit.finish_reason == "stop"
+
+
+def test_requests_that_cannot_be_decoded_are_named() -> None:
+    target = tiny_target()
+    good = some_requests(1)[0]
+    decoder = Decoder(target, max_length=40)
+    assert decoder.why_not(good) is None
+    for bad, words in (
+        (replace(good, prompt_ids=[]), "empty prompt"),
+        (replace(good, max_new_tokens=0), "0 new tokens"),
+        (replace(good, prompt_ids=[5] * 300), "context is 256"),
+        (replace(good, prompt_ids=[5] * 30), "max_length"),
+        (replace(good, prompt_ids=[5, 97]), "token 97"),
+    ):
+        why = decoder.why_not(bad)
+        assert why is not None
+        assert words in why
+        with pytest.raises(RequestError, match="r0"):
+            list(decoder.generate([good, bad]))
+    assert list(decoder.generate([])) == []
+
+
+def test_a_drafter_for_another_target_is_refused() -> None:
+    target = tiny_target()
+    drafter = a_drafter(target, "vanilla")
+    target.layer_ids = (0, 1, 2)
+    with pytest.raises(ProposerError, match="target_layer_ids"):
+        Decoder(target, drafter)
+    with pytest.raises(ProposerError, match="Linear"):
+        Decoder(target, torch.nn.Linear(1, 1))
+
+
+def test_wrong_temperature_table_is_refused() -> None:
+    target = tiny_target()
+    with pytest.raises(RequestError, match="5 calibrated temperatures"):
+        Decoder(target, a_drafter(target, "vanilla"), temperatures=[1.0] * 5, length_policy=FullBlock())
+
+
+def test_cache_says_when_it_is_full() -> None:
+    cache = RaggedCache(num_layers=1, rows=2, capacity=8)
+    with pytest.raises(CacheFull, match="max_length"):
+        cache.begin(RaggedStep([0, 1], [6, 7], [1, 2], torch.device("cpu")))
