@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ def simulate(
     gaps: float = 1.0,
 ) -> Completion:
     """An answer whose slot k is accepted with probability rate * decay**k plus noise that the confidence knows."""
-    rng = np.random.default_rng([seed, sum(map(ord, request_id))])
+    rng = np.random.default_rng([seed, zlib.crc32(request_id.encode())])
     text = rng.integers(0, len(WORDS), size=tokens + block + 2).tolist()
     rounds: list[RoundEvent] = []
     position = 1

@@ -1,0 +1,1 @@
+"""Checkpoints in the layouts that engines load."""

@@ -1,0 +1,116 @@
+"""The model card: what the drafter is, what was measured, who can serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from pipelines.reporting.markdown import length_table
+
+
+def model_card(
+    name: str,
+    config: Mapping[str, Any],
+    contract: Mapping[str, Any],
+    temperatures: Sequence[float] | None,
+    report: Mapping[str, Any] | None,
+    gates: Mapping[str, Any],
+    *,
+    license: str | None,
+) -> str:
+    """README.md with YAML front matter. Figures come from the report; without one the card says so."""
+    front = _front_matter(contract, license, report)
+    lines = ["---", yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip(), "---", "", f"# {name}", ""]
+    kind = _kind(config)
+    lines += [
+        f"A {kind} drafter for speculative decoding with `{contract['target_name']}`. It drafts "
+        f"{config.get('block_size', config.get('ttt_length'))} tokens a round, which the target verifies in one pass; the "
+        "text is the target's own.",
+        "",
+        "It works with this target only: "
+        + (f"revision `{contract['target_revision']}`, " if contract.get("target_revision") else "")
+        + f"weights `sha256:{contract['weights_sha256'][:16]}…`, thinking mode {contract['thinking']}.",
+        "",
+        "## Measured",
+        "",
+        *_measured(report),
+        "",
+        "## Serving",
+        "",
+        *[f"- {note}" for note in gates["5 engines"]],
+        "- Layout: anchor first; context states are the outputs of the target's decoder layers "
+        f"{', '.join(map(str, config['target_layer_ids']))} (counted from 0).",
+    ]
+    if config.get("block_layout") == "anchor-first" and config.get("markov_rank"):
+        lines += [
+            "- vLLM: `--speculative-config '{\"method\": \"dspark\", \"model\": \"…\", \"num_speculative_tokens\": "
+            f"{config['block_size']}}}'`",
+            "- SGLang: `--speculative-algorithm DSPARK --speculative-draft-model-path …`"
+            + (" `--speculative-dspark-confidence-sts-path sglang_temperatures.json`" if temperatures else ""),
+        ]
+        if config.get("markov_head_type") == "vanilla":
+            lines += [
+                "- llama.cpp: convert with `convert_hf_to_gguf.py --target-model-dir TARGET`, serve with "
+                f"`--spec-type draft-dspark --spec-draft-n-max {config['block_size']}`"
+            ]
+    if temperatures:
+        shown = ", ".join(f"{value:.3f}" for value in temperatures)
+        lines += [
+            "",
+            "## Confidence",
+            "",
+            f"The confidence head's logit of each slot is divided by its temperature: {shown} "
+            "(`temperatures.json`; `sglang_temperatures.json` is the same table as SGLang reads it).",
+        ]
+    lines += [
+        "",
+        "## Files",
+        "",
+        "- `config.json`, `model.safetensors`: the checkpoint; embedding and head are the target's, bit for bit.",
+        "- `contract.json`: what the states and blocks mean, with the hashes of target, tokenizer and chat template.",
+        "- `gates.json`: what was checked before publication. `manifest.json`: the hash of every file.",
+    ]
+    if report is not None:
+        lines += ["- `report.html`, `report.json`: how it was measured, slot by slot."]
+    return "\n".join(lines) + "\n"
+
+
+def _front_matter(
+    contract: Mapping[str, Any], license: str | None, report: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    front: dict[str, Any] = {}
+    if license:
+        front["license"] = license
+    front["base_model"] = contract["target_name"]
+    front["pipeline_tag"] = "text-generation"
+    front["tags"] = ["speculative-decoding", "draft-model", "dspark"]
+    value = _headline(report)
+    if value is not None:
+        front["accepted_length"] = round(value, 3)
+    return front
+
+
+def _headline(report: Mapping[str, Any] | None) -> float | None:
+    for row in (report or {}).get("accepted_length", ()):
+        if (row["drafter"], row["temperature"], row["domain"]) == ("dspark", 0.0, "mean"):
+            return None if row["value"] is None else float(row["value"])
+    return None
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    if "ttt_length" in config:
+        return "EAGLE-3"
+    return "DSpark" if config.get("markov_rank") or config.get("enable_confidence_head") else "DFlash"
+
+
+def _measured(report: Mapping[str, Any] | None) -> list[str]:
+    if report is None or not report["accepted_length"]:
+        return ["Not measured."]
+    lines = [*report["summary"], "", "Accepted length (tokens a target pass, bonus token included):", ""]
+    lines += length_table(report)
+    warnings = [flag["text"] for flag in report["flags"] if flag["level"] == "warning"]
+    if warnings:
+        lines += ["", *[f"- **Warning.** {text}" for text in warnings]]
+    return lines

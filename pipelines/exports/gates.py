@@ -1,0 +1,230 @@
+"""What must hold before a native checkpoint is published; each gate raises or returns what it measured.
+
+1. Every key of the layout is written out; nothing relies on a reader's default.
+2. The mask token is a row of the target's embedding; no captured layer is -1 or the last one, unless it is said which
+   engine takes it.
+3. Stored embedding and head equal the target's, bit for bit.
+4. A second reader of the folder drafts what the trained drafter drafts, over several rounds of a growing context.
+5. What only some engines can serve is marked so.
+
+Legend: S sequence, G block slots, V vocabulary, m captured layers, d hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipelines.exports.reader import ARCHITECTURES, NativeReader
+
+EVERY_BLOCK_KEY = (
+    "architectures",
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "attention_bias",
+    "num_target_layers",
+    "num_hidden_layers",
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "num_anchors",
+    "layer_types",
+    "tie_word_embeddings",
+    "rope_parameters",
+)
+DSPARK_KEYS = (
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+    "markov_rank",
+    "markov_head_type",
+    "block_layout",
+)
+FAMILY_KEYS = {
+    "Qwen3DSparkModel": ("head_dim", "num_key_value_heads", "hidden_act"),
+    "Gemma4DSparkModel": ("global_head_dim", "num_global_key_value_heads", "hidden_activation", "attention_k_eq_v"),
+}
+EAGLE_KEYS = ("ttt_length", "step_loss_decay", "draft_num_hidden_layers")
+PROBE_ROUNDS = 4
+
+
+class GateFailed(ValueError):
+    """The checkpoint is not published: a gate found something that a server would stumble over."""
+
+
+def keys_written(config: Mapping[str, Any]) -> list[str]:
+    """Gate 1: the keys that were required and found."""
+    architecture = (config.get("architectures") or ["none"])[0]
+    if architecture in FAMILY_KEYS:
+        required = [*EVERY_BLOCK_KEY, *DSPARK_KEYS, *FAMILY_KEYS[architecture]]
+    elif "Eagle3" in architecture:
+        left_out = ("block_size", "mask_token_id", "num_anchors", "layer_types")
+        required = [key for key in EVERY_BLOCK_KEY if key not in left_out] + list(EAGLE_KEYS)
+    else:
+        required = [*EVERY_BLOCK_KEY, "dflash_config"]
+    missing = [key for key in required if key not in config]
+    # A softcap or a confidence head's input may be absent by meaning, never a layout key.
+    empty = [key for key in required if key in config and config[key] is None and key != "markov_head_type"]
+    if missing or empty:
+        raise GateFailed(
+            f"config.json lacks {', '.join(missing + empty)}; every layout key must be written out, a reader's default "
+            "may differ (architecture " + architecture + ")"
+        )
+    if config["tie_word_embeddings"] is not False:
+        raise GateFailed("config.json must say tie_word_embeddings: false, the drafter's head is stored by itself")
+    if architecture in FAMILY_KEYS and config["block_layout"] != "anchor-first":
+        raise GateFailed(f"block_layout is {config['block_layout']!r}, the native DSpark layout is anchor-first")
+    return required
+
+
+def ids_are_real(config: Mapping[str, Any], embedding: Tensor, *, engines: Sequence[str] = ()) -> dict[str, Any]:
+    """Gate 2. `engines` names those that take the embedding output or the last layer; empty forbids both."""
+    rows, layers = embedding.shape[0], config["num_target_layers"]
+    mask = config.get("mask_token_id")
+    if mask is not None and not 0 <= mask < rows:
+        raise GateFailed(
+            f"mask_token_id is {mask}, the target's embedding has rows 0 to {rows - 1} (option `drafter.mask_token_id`)"
+        )
+    odd = [layer for layer in config["target_layer_ids"] if layer in (-1, layers - 1)]
+    outside = [layer for layer in config["target_layer_ids"] if not -1 <= layer < layers]
+    if outside or (odd and not engines):
+        raise GateFailed(
+            f"target_layer_ids has {', '.join(map(str, outside or odd))}; engines take 0 to {layers - 2} for this target "
+            "(option `drafter.target_layer_ids`), or name the engines that take it (option `publish.engines`)"
+        )
+    return {"mask_token_id": mask, "rows": rows, "unusual_layers": odd, "engines": list(engines)}
+
+
+def shared_weights_equal(folder: Path, embedding: Tensor, head: Tensor) -> dict[str, Any]:
+    """Gate 3. A wider type than the target's must hold its values exactly; a narrower one is refused."""
+    from safetensors import safe_open
+
+    found = {}
+    with safe_open(folder / "model.safetensors", framework="pt") as stored:
+        for name, own in (("embed_tokens.weight", embedding), ("lm_head.weight", head)):
+            if name not in stored.keys():  # noqa: SIM118 (not a mapping)
+                raise GateFailed(f"model.safetensors lacks {name}; the native layout carries the target's")
+            theirs = stored.get_tensor(name)
+            same = theirs.shape == own.shape and torch.equal(theirs.float(), own.detach().cpu().float())
+            if not same:
+                raise GateFailed(
+                    f"{name} {tuple(theirs.shape)} differs from the target's {tuple(own.shape)}: the drafter belongs to "
+                    "another target or revision, or its type is narrower than the target's (option `publish.dtype`)"
+                )
+            found[name] = str(theirs.dtype).removeprefix("torch.")
+    return found
+
+
+@torch.no_grad()
+def drafts_alike(
+    folder: Path, drafter: Any, token_ids: Sequence[int], features: Tensor, *, tolerance: float = 2e-3
+) -> dict[str, Any]:
+    """Gate 4: the folder as the second reader sees it, against `drafter`, over rounds with a growing context cache.
+
+    `token_ids` [S] and `features` [S, m*d] are real ones of the target. Logits and confidences may differ by
+    `tolerance` of the largest logit (or 1); a drafted token may differ only where two logits are that close.
+    """
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    if architecture not in ARCHITECTURES:
+        return {"rounds": 0, "reader": "none", "why": f"no second reader for {architecture}"}
+    reader = NativeReader(folder)
+    # Both in float32, whatever was stored: rounding on the way is no difference in meaning.
+    ours = drafter if drafter.dtype == torch.float32 else copy.deepcopy(drafter).float()
+    device = next(ours.parameters()).device
+    features = features.float()
+    last = len(token_ids) - 1
+    if last < 1:
+        raise GateFailed(f"the probe has {len(token_ids)} tokens; at least 2 are needed to draft a block")
+    anchors = sorted({max(1, round(last * (index + 1) / PROBE_ROUNDS)) for index in range(PROBE_ROUNDS)})
+    cache = ours.new_cache(1, last + ours.block_size + 1)
+    done, worst, worst_confidence, tokens = 0, 0.0, 0.0, 0
+    for anchor in anchors:
+        ours.extend_context(cache, features[None, done:anchor].to(device), [anchor - done])
+        done = anchor
+        expected = reader.draft(int(token_ids[anchor]), features[:anchor].cpu())
+        logits, drafted, confidence = _greedy_block(ours, int(token_ids[anchor]), anchor, cache)
+        bound = tolerance * max(1.0, float(expected.logits[expected.logits > -1e3].abs().max()))
+        agreed = _agreeing(drafted, expected.tokens, expected.logits, bound)
+        # After a tie the two drafts go their own ways: what follows has other previous tokens.
+        difference = float((logits[:agreed] - expected.logits[:agreed]).abs().max()) if agreed else 0.0
+        worst, tokens = max(worst, difference), tokens + agreed
+        if difference > bound:
+            raise GateFailed(
+                f"at position {anchor} the published folder gives other logits than the trained drafter: {difference:.3g} "
+                f"apart, allowed {bound:.3g}. A setting is read differently (rotary settings, norms, block layout)."
+            )
+        if (confidence is None) != (expected.confidence is None):
+            raise GateFailed("only one of the trained drafter and the published folder has a confidence head")
+        if confidence is not None and expected.confidence is not None and agreed:
+            apart = float((confidence[:agreed] - expected.confidence[:agreed]).abs().max())
+            worst_confidence = max(worst_confidence, apart)
+            if apart > bound:
+                raise GateFailed(f"at position {anchor} the confidences are {apart:.3g} apart, allowed {bound:.3g}")
+    return {
+        "rounds": len(anchors),
+        "reader": "pipelines.exports.reader",
+        "context": anchors,
+        "tokens_equal": tokens,
+        "largest_logit_difference": worst,
+        "largest_confidence_difference": worst_confidence,
+    }
+
+
+def _greedy_block(drafter: Any, anchor_id: int, anchor: int, cache: Any) -> tuple[Tensor, list[int], Tensor | None]:
+    """The trained drafter's own block: logits [G, V], tokens, confidence logits [G]."""
+    device = next(drafter.parameters()).device
+    states = drafter.draft_states(torch.tensor([anchor_id], device=device), torch.tensor([anchor], device=device), cache)
+    base, head = drafter.base_logits(states), drafter.sequential_head
+    memory = head.initial_state(1) if head is not None else None
+    previous = torch.tensor([anchor_id], device=device)
+    rows, seen = [], [previous]
+    for slot in range(states.shape[1]):
+        row = base[:, slot]
+        if head is not None:
+            bias, memory = head.step(memory, previous, states[:, slot])
+            row = row + bias
+        previous = row.argmax(-1)
+        rows.append(row[0])
+        seen.append(previous)
+    confidence = drafter.confidence_logits(states, torch.stack(seen[:-1], dim=1))
+    drafted = [int(token) for token in torch.cat(seen[1:])]
+    return torch.stack(rows).cpu(), drafted, None if confidence is None else confidence[0].cpu()
+
+
+def _agreeing(ours: Sequence[int], theirs: Sequence[int], logits: Tensor, bound: float) -> int:
+    """Slots up to and including the first in which the drafts part; raises unless that slot is a tie."""
+    for slot, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if a != b:
+            gap = float(logits[slot, b] - logits[slot, a])
+            if gap > 2 * bound:
+                raise GateFailed(
+                    f"slot {slot + 1}: the trained drafter drafts token {a}, the published folder {b}, {gap:.3g} apart"
+                )
+            return slot + 1
+    return len(ours)
+
+
+def engine_notes(config: Mapping[str, Any]) -> list[str]:
+    """Gate 5: what the model card must say about who can serve this."""
+    rank, kind = config.get("markov_rank", 0), config.get("markov_head_type")
+    architecture = config["architectures"][0]
+    if architecture not in FAMILY_KEYS:
+        return ["Evaluation only: convert it for the engine that is to serve it."]
+    if rank == 0:
+        return ["Evaluation only: without a sequential head engines don't load this layout."]
+    if kind in ("gated", "rnn"):
+        return [f"SGLang only: other engines have no {kind} sequential head."]
+    notes = ["vLLM, SGLang and llama.cpp load this layout (vanilla sequential head)."]
+    if config.get("enable_confidence_head") and not config.get("confidence_head_with_markov"):
+        notes.append("llama.cpp refuses a confidence head without the Markov embedding.")
+    return notes

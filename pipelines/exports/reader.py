@@ -1,0 +1,173 @@
+"""A second reader of the native layout: what an engine would make of the published folder.
+
+It knows `config.json`, the tensor names and the paper, and shares no code with the drafter that was trained. It is slow
+and short: one block at a time, the whole context projected anew each round, float32. Publishing compares the two, so
+that a key read differently (rotary settings, a norm, the layout of a block) is found before anybody serves it.
+
+Legend: S context tokens, G block slots, V vocabulary, d hidden size, m captured layers, H heads, K key heads, D head size.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One greedily drafted block."""
+
+    tokens: list[int]
+    logits: Tensor  # [G, V], sequential bias included
+    confidence: Tensor | None  # logits [G]
+
+
+class NativeReader:
+    """Opens a folder in the native layout, block drafters of both families."""
+
+    def __init__(self, folder: str | Path) -> None:
+        from safetensors.torch import load_file
+
+        self.config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+        architecture = self.config["architectures"][0]
+        if architecture not in ARCHITECTURES:
+            raise ValueError(f"{folder} holds a {architecture}; this reader knows {', '.join(ARCHITECTURES)}")
+        self.gemma = architecture == "Gemma4DSparkModel"
+        self.tensors = {name: value.float() for name, value in load_file(Path(folder) / "model.safetensors").items()}
+        self.block_size: int = self.config["block_size"]
+        self.eps: float = self.config["rms_norm_eps"]
+        self.head_dim: int = self.config["global_head_dim" if self.gemma else "head_dim"]
+        self._frequencies, self._scaling = self._rotary()
+
+    @torch.no_grad()
+    def draft(self, anchor_id: int, features: Tensor) -> Draft:
+        """Draft after `anchor_id` at position S, from the features [S, m*d] of all positions before it."""
+        states = self._states(anchor_id, features.float())
+        return self._sequential(anchor_id, states)
+
+    def _states(self, anchor_id: int, features: Tensor) -> Tensor:
+        """Block states [G, d] after the final norm."""
+        position, slots = len(features), self.block_size
+        context = self._norm(features @ self._weight("fc").T, "hidden_norm")
+        ids = torch.tensor([anchor_id] + [self.config["mask_token_id"]] * (slots - 1))
+        x = self.tensors["embed_tokens.weight"][ids]
+        if self.gemma:
+            x = x * self.config["hidden_size"] ** 0.5
+        where = torch.arange(position + slots)
+        for layer in range(self.config["num_hidden_layers"]):
+            name = f"layers.{layer}."
+            attended = self._attend(name + "self_attn.", context, self._norm(x, name + "input_layernorm"), where)
+            if self.gemma:
+                x = x + self._norm(attended, name + "post_attention_layernorm")
+                inner = self._mlp(name + "mlp.", self._norm(x, name + "pre_feedforward_layernorm"))
+                x = (x + self._norm(inner, name + "post_feedforward_layernorm")) * self.tensors[name + "layer_scalar"]
+            else:
+                x = x + attended
+                x = x + self._mlp(name + "mlp.", self._norm(x, name + "post_attention_layernorm"))
+        return self._norm(x, "norm")
+
+    def _attend(self, name: str, context: Tensor, x: Tensor, where: Tensor) -> Tensor:
+        """Slots see the whole context and the whole block."""
+        both = torch.cat([context, x])
+        queries = self._linear(name + "q_proj", x).unflatten(-1, (-1, self.head_dim))
+        keys = self._linear(name + "k_proj", both).unflatten(-1, (-1, self.head_dim))
+        if self.gemma and self.config["attention_k_eq_v"]:
+            values = keys
+        else:
+            values = self._linear(name + "v_proj", both).unflatten(-1, (-1, self.head_dim))
+        if self.gemma:
+            values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + self.eps)
+        queries = self._rotate(self._norm(queries, name + "q_norm"), where[-len(x) :])
+        keys = self._rotate(self._norm(keys, name + "k_norm"), where)
+        groups = queries.shape[1] // keys.shape[1]
+        keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
+        scale = 1.0 if self.gemma else self.head_dim**-0.5
+        weights = torch.softmax(torch.einsum("qhd,khd->hqk", queries, keys) * scale, dim=-1)
+        return self._linear(name + "o_proj", torch.einsum("hqk,khd->qhd", weights, values).flatten(1))
+
+    def _mlp(self, name: str, x: Tensor) -> Tensor:
+        gate = x @ self._weight(name + "gate_proj").T
+        kind = self.config["hidden_activation" if self.gemma else "hidden_act"]
+        if kind in ("silu", "swish"):
+            gate = gate * torch.sigmoid(gate)
+        elif kind == "gelu_pytorch_tanh":
+            gate = torch.nn.functional.gelu(gate, approximate="tanh")
+        else:
+            raise ValueError(f"this reader does not know the activation {kind!r}")
+        return (gate * (x @ self._weight(name + "up_proj").T)) @ self._weight(name + "down_proj").T
+
+    def _sequential(self, anchor_id: int, states: Tensor) -> Draft:
+        """Greedy tokens, one slot after the other; the head's state goes along for an RNN head."""
+        base = states @ self._weight("lm_head").T
+        cap = self.config.get("final_logit_softcapping")
+        if cap is not None:
+            base = torch.tanh(base / cap) * cap
+        rank = self.config["markov_rank"]
+        kind = self.config["markov_head_type"] if rank else "none"
+        previous, memory = anchor_id, torch.zeros(rank)
+        tokens: list[int] = []
+        logits, confidences = [], []
+        for slot, h in enumerate(states):
+            row = base[slot]
+            embedded = torch.zeros(0)
+            if rank:
+                embedded = self._weight("markov_head.markov_w1")[previous]
+                z, memory = self._head_vector(kind, embedded, memory, h)
+                row = row + z @ self._weight("markov_head.markov_w2").T
+            if self.config["enable_confidence_head"]:
+                heard = torch.cat([h, embedded]) if self.config["confidence_head_with_markov"] else h
+                confidences.append(self._linear("confidence_head.proj", heard))
+            previous = int(row.argmax())
+            tokens.append(previous)
+            logits.append(row)
+        confidence = torch.cat(confidences) if confidences else None
+        return Draft(tokens, torch.stack(logits), confidence)
+
+    def _head_vector(self, kind: str, embedded: Tensor, memory: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        if kind == "vanilla":
+            return embedded, memory
+        if kind == "gated":
+            gate = self._linear("markov_head.gate_proj", torch.cat([h, embedded]))
+            return embedded * torch.sigmoid(gate), memory
+        joint = self._linear("markov_head.joint_proj", torch.cat([memory, embedded, h]))
+        gate, candidate, output = joint.chunk(3)
+        kept = torch.sigmoid(gate)
+        return torch.tanh(output), kept * memory + (1 - kept) * torch.tanh(candidate)
+
+    def _weight(self, name: str) -> Tensor:
+        return self.tensors[name + ".weight"]
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        out = x @ self._weight(name).T
+        bias = self.tensors.get(name + ".bias")
+        return out if bias is None else out + bias
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self._weight(name)
+
+    def _rotary(self) -> tuple[Tensor, float]:
+        rope = dict(self.config["rope_parameters"])
+        rope = rope.get("full_attention", rope)
+        kind = rope.get("rope_type", "default")
+        if kind == "default":
+            return rope["rope_theta"] ** (-torch.arange(0, self.head_dim, 2).float() / self.head_dim), 1.0
+        from transformers import PretrainedConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        carrier = PretrainedConfig(**{**self.config, "rope_parameters": rope, "head_dim": self.head_dim})
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](carrier, torch.device("cpu"))
+        return frequencies, float(scaling)
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Heads [S, H, D] turned by their positions [S]."""
+        angles = positions.float()[:, None] * self._frequencies
+        cos, sin = (self._scaling * part.repeat(1, 2)[:, None] for part in (angles.cos(), angles.sin()))
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat([-second, first], dim=-1) * sin
