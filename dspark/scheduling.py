@@ -1,15 +1,23 @@
-"""How many drafts of each row to verify. Pure numpy; no policy may look at a token that it decides about.
+"""How many drafts of each row to verify. Pure numpy; no policy looks at a token that it decides about.
 
-B rows (R in the paper), G slots. survival [B, G] is a_{r,j}, non-increasing along G.
+B rows (R in the paper), G slots. survival [B, G] is a_{r,j}, non-increasing along G. Verifying lengths l_r costs
+Σ(1 + l_r) tokens in the batch and yields Σ(1 + Σ_{j<=l_r} a_{r,j}) tokens in expectation; with SPS the steps per
+second at that many tokens, throughput is their product (section 3.2.2 of the DSpark paper).
+
+Non-anticipating: slot j's admission may depend on confidences 1..j, which know the tokens before j, and on other
+rows, but not on the token at j or on anything computed from it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from dspark.calibration import Floats
 
@@ -18,6 +26,108 @@ Lengths = NDArray[np.int64]
 
 class SchedulingError(ValueError):
     """A policy or a cost table cannot be used as given."""
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Measured steps per second against tokens in the verification batch; linear in step time in between.
+
+    Below the first entry the first step time holds; beyond the last one, its time per token.
+    """
+
+    tokens: tuple[int, ...]
+    steps_per_second: tuple[float, ...]
+    source: str = ""  # where it was measured: device, engine, model
+
+    def __post_init__(self) -> None:
+        if not self.tokens or len(self.tokens) != len(self.steps_per_second):
+            raise SchedulingError(
+                f"a cost table needs as many speeds as token counts, at least one; got {len(self.tokens)} counts and "
+                f"{len(self.steps_per_second)} speeds"
+            )
+        if any(b <= a for a, b in zip(self.tokens, self.tokens[1:], strict=False)) or self.tokens[0] < 1:
+            raise SchedulingError(f"token counts of a cost table must ascend from 1 or more; got {list(self.tokens)}")
+        if not all(np.isfinite(self.steps_per_second)) or min(self.steps_per_second) <= 0:
+            raise SchedulingError("steps per second must be positive, finite numbers")
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Sequence[float]]) -> CostTable:
+        """Read {"tokens": [...], "steps_per_second": [...], "source": "..."}, from wherever it was measured."""
+        missing = [key for key in ("tokens", "steps_per_second") if key not in value]
+        if missing:
+            raise SchedulingError(f"a cost table lacks {', '.join(missing)}; expected tokens and steps_per_second")
+        speeds = tuple(float(speed) for speed in value["steps_per_second"])
+        return cls(tuple(int(count) for count in value["tokens"]), speeds, str(value.get("source", "")))
+
+    def to_dict(self) -> dict[str, object]:
+        return {"tokens": list(self.tokens), "steps_per_second": list(self.steps_per_second), "source": self.source}
+
+    def __call__(self, tokens: ArrayLike) -> Floats:
+        """Steps per second at these batch sizes (tokens)."""
+        wanted = np.asarray(tokens, dtype=np.float64)
+        counts, seconds = np.array(self.tokens, dtype=np.float64), 1.0 / np.array(self.steps_per_second)
+        time = np.interp(wanted, counts, seconds)
+        return np.asarray(1.0 / np.where(wanted > counts[-1], seconds[-1] * wanted / counts[-1], time))
+
+
+def _ranked(survival: Floats) -> tuple[NDArray[np.int64], Floats]:
+    """Rows of all slots by descending survival, and those survivals. Ties go to the earlier slot, then row."""
+    rows, slots = survival.shape
+    # Slot-major, so that a stable sort breaks ties by slot and prefixes stay prefixes.
+    flat = np.ascontiguousarray(survival.T).ravel()
+    order = np.argsort(-flat, kind="stable")
+    return np.tile(np.arange(rows), slots)[order], flat[order]
+
+
+def throughput_curve(survival: Floats, cost: CostTable) -> tuple[NDArray[np.int64], Floats]:
+    """Rows in order of admission, and Θ after 0, 1, 2, ... admissions (one entry more)."""
+    owners, chances = _ranked(survival)
+    rows = survival.shape[0]
+    expected = rows + np.concatenate([[0.0], np.cumsum(chances)])
+    return owners, expected * cost(rows + np.arange(len(expected)))
+
+
+def algorithm_1(survival: ArrayLike, cost: CostTable) -> Lengths:
+    """The paper's Algorithm 1: admit by descending survival while throughput rises, stop at the first that does not.
+
+    Gives lengths [B]. The early stop keeps it non-anticipating; it is optimal where throughput is unimodal.
+    """
+    chances = _checked(survival)
+    owners, theta = throughput_curve(chances, cost)
+    falls = np.flatnonzero(theta[1:] <= theta[:-1])
+    admitted = int(falls[0]) if len(falls) else len(owners)
+    return np.bincount(owners[:admitted], minlength=chances.shape[0]).astype(np.int64)
+
+
+def global_search(survival: ArrayLike, cost: CostTable) -> Lengths:
+    """The best prefix of the same order, over the whole curve.
+
+    Anticipating when used on the confidences of the very drafts it schedules (Appendix A): for capacities from earlier
+    steps, and for comparison, only.
+    """
+    chances = _checked(survival)
+    owners, theta = throughput_curve(chances, cost)
+    return np.bincount(owners[: int(theta.argmax())], minlength=chances.shape[0]).astype(np.int64)
+
+
+def top_k(survival: ArrayLike, capacity: int) -> Lengths:
+    """Admit the `capacity` slots of highest survival. Lengths [B]."""
+    chances = _checked(survival)
+    owners, _ = _ranked(chances)
+    return np.bincount(owners[: max(capacity, 0)], minlength=chances.shape[0]).astype(np.int64)
+
+
+def threshold(chances: ArrayLike, level: float) -> Lengths:
+    """Each row's slots before the first whose chance [B, G] is below `level`."""
+    below = np.asarray(chances, dtype=np.float64) < level
+    return np.where(below.any(-1), below.argmax(-1), below.shape[-1]).astype(np.int64)
+
+
+def _checked(survival: ArrayLike) -> Floats:
+    chances = np.asarray(survival, dtype=np.float64)
+    if chances.ndim != 2 or not np.isfinite(chances).all():
+        raise SchedulingError(f"survival must be finite and [rows, slots]; got shape {chances.shape}")
+    return np.minimum.accumulate(chances, axis=-1) if chances.size else chances
 
 
 class LengthPolicy(ABC):
@@ -45,3 +155,98 @@ class FullBlock(LengthPolicy):
 
     def lengths(self, survival: Floats | None, rows: int, slots: int) -> Lengths:
         return np.full(rows, slots, dtype=np.int64)
+
+
+class StaticLength(LengthPolicy):
+    """Verify the first `length` drafts of every row; 0 is plain decoding, 1 the one-slot baseline."""
+
+    name = "static"
+
+    def __init__(self, length: int) -> None:
+        if length < 0:
+            raise SchedulingError(f"a static verification length is {length}; expected 0 or more")
+        self.length = length
+
+    def most(self, block_size: int) -> int:
+        return min(self.length, block_size)
+
+    def lengths(self, survival: Floats | None, rows: int, slots: int) -> Lengths:
+        return np.full(rows, min(self.length, slots), dtype=np.int64)
+
+
+class Threshold(LengthPolicy):
+    """Verify up to the first slot whose confidence (conditional) or survival falls below `level`."""
+
+    name = "threshold"
+    needs_confidence = True
+
+    def __init__(self, level: float, on: Literal["confidence", "survival"] = "confidence") -> None:
+        if not 0 <= level <= 1:
+            raise SchedulingError(f"a confidence threshold is {level}; expected 0 to 1")
+        self.level, self.on = level, on
+
+    def lengths(self, survival: Floats | None, rows: int, slots: int) -> Lengths:
+        assert survival is not None
+        if self.on == "survival":
+            return threshold(survival, self.level)
+        before = np.concatenate([np.ones((rows, 1)), survival[:, :-1]], axis=1)
+        return threshold(np.divide(survival, before, out=np.zeros_like(survival), where=before > 0), self.level)
+
+
+class Scheduler(LengthPolicy):
+    """Algorithm 1 over a measured cost table."""
+
+    name = "scheduler"
+    needs_confidence = True
+
+    def __init__(self, cost: CostTable) -> None:
+        self.cost = cost
+
+    def lengths(self, survival: Floats | None, rows: int, slots: int) -> Lengths:
+        assert survival is not None
+        return algorithm_1(survival, self.cost)
+
+
+class TwoStepsBehind(LengthPolicy):
+    """The production variant: capacity by global search on the confidences of two steps ago, filled by present ones.
+
+    The capacity is a number of draft tokens a row, so that rows coming and going between the steps do not matter much.
+    Until two steps have passed it is Algorithm 1.
+    """
+
+    name = "two-steps-behind"
+    needs_confidence = True
+
+    def __init__(self, cost: CostTable, delay: int = 2) -> None:
+        if delay < 1:
+            raise SchedulingError(f"the capacity's delay is {delay}; 0 would let drafts decide on themselves")
+        self.cost, self.delay = cost, delay
+        self._past: deque[Floats] = deque(maxlen=delay)
+
+    def reset(self) -> None:
+        self._past.clear()
+
+    def lengths(self, survival: Floats | None, rows: int, slots: int) -> Lengths:
+        assert survival is not None
+        if len(self._past) < self.delay:
+            chosen = algorithm_1(survival, self.cost)
+        else:
+            chosen = top_k(survival, two_steps_capacity(self._past[0], self.cost, rows))
+        self._past.append(survival)
+        return chosen
+
+
+def two_steps_capacity(past: Floats, cost: CostTable, rows: int) -> int:
+    """Draft tokens that `rows` rows may verify together, judged by earlier survivals [B', G]."""
+    return round(int(global_search(past, cost).sum()) * rows / len(past))
+
+
+def two_steps_behind(past: ArrayLike, present: ArrayLike, cost: CostTable) -> Lengths:
+    """Lengths [B] by present survival [B, G], as many as a global search over the past one [B', G] admits."""
+    now = _checked(present)
+    return top_k(now, two_steps_capacity(_checked(past), cost, len(now)))
+
+
+def static(rows: int, length: int) -> Lengths:
+    """The same length for every row."""
+    return np.full(rows, length, dtype=np.int64)

@@ -1,0 +1,101 @@
+"""Measures against slow restatements, and temperatures that come back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dspark.calibration import (
+    CalibrationError,
+    auroc,
+    brier,
+    calibration_errors,
+    expected_calibration_error,
+    fit_isotonic,
+    fit_isotonic_calibration,
+    fit_sequential_temperatures,
+    outcomes_known,
+    reliability_bins,
+    sigmoid,
+    survival,
+)
+
+TRUE_TEMPERATURES = np.array([1.5, 2.0, 2.5, 1.2])
+
+
+def synthetic(rounds: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Over-confident logits [R, G] with outcomes drawn at sigmoid(logit / true temperature)."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(2.5, 2.0, (rounds, 4))
+    took = rng.random((rounds, 4)) < sigmoid(logits / TRUE_TEMPERATURES)
+    reached = np.cumprod(np.concatenate([np.ones((rounds, 1)), took[:, :-1]], axis=1), axis=1).astype(bool)
+    return logits, took & reached, reached
+
+
+def test_temperatures_are_recovered() -> None:
+    found = fit_sequential_temperatures(*synthetic(60_000, seed=1))
+    assert found == pytest.approx(TRUE_TEMPERATURES, rel=0.12)
+    logits, accepted, reached = synthetic(60_000, seed=2)  # judged on other data
+    before = calibration_errors(survival(logits), accepted, reached)
+    after = calibration_errors(survival(logits, found), accepted, reached)
+    assert after.mean() < 0.02
+    assert after.mean() < before.mean() / 3
+    for slot in range(4):
+        order = np.argsort(logits[:, slot])
+        assert (np.diff(sigmoid(logits[order, slot] / found[slot])) >= 0).all()
+
+
+def test_isotonic_calibrates_too() -> None:
+    fitted = fit_isotonic_calibration(*synthetic(40_000, seed=3))
+    logits, accepted, reached = synthetic(40_000, seed=4)
+    assert calibration_errors(fitted.survival(logits), accepted, reached).mean() < 0.02
+
+
+def test_slots_without_data_keep_temperature_one() -> None:
+    logits, accepted, reached = synthetic(40, seed=5)
+    assert fit_sequential_temperatures(logits, accepted, reached).tolist() == [1.0] * 4
+
+
+def test_what_is_known_after_a_rejection() -> None:
+    accepted = [[True, False, False], [True, True, False], [False, False, False]]
+    reached = [[True, True, False], [True, True, False], [False, False, False]]  # the second was cut short
+    survived, known = outcomes_known(accepted, reached)
+    assert survived.tolist() == [[True, False, False], [True, True, False], [False, False, False]]
+    assert known.tolist() == [[True, True, True], [True, True, False], [False, False, False]]
+
+
+pairs = st.lists(st.tuples(st.integers(0, 50), st.booleans()), min_size=1, max_size=60)
+
+
+@settings(max_examples=80, deadline=None)
+@given(pairs)
+def test_measures_against_plain_loops(data: list[tuple[int, bool]]) -> None:
+    p, y = [value / 50 for value, _ in data], [outcome for _, outcome in data]
+    boxes: dict[int, list[tuple[float, bool]]] = {}
+    for chance, outcome in zip(p, y, strict=True):
+        boxes.setdefault(min(int(chance * 20), 19), []).append((chance, outcome))
+    error = sum(abs(sum(c for c, _ in box) - sum(o for _, o in box)) for box in boxes.values()) / len(data)
+    assert expected_calibration_error(p, y) == pytest.approx(error, abs=1e-12)
+    assert brier(p, y) == pytest.approx(sum((c - o) ** 2 for c, o in zip(p, y, strict=True)) / len(p))
+    wins = [
+        (a > b) + 0.5 * (a == b) for a, o in zip(p, y, strict=True) if o for b, q in zip(p, y, strict=True) if not q
+    ]
+    assert auroc(p, y) == pytest.approx(np.mean(wins) if wins else float("nan"), nan_ok=True)
+    assert reliability_bins(p, y).counts.sum() == len(data)
+    steps = fit_isotonic(p, y)
+    assert (np.diff(steps.y) > 0).all()
+    assert np.mean((steps(p) - y) ** 2) <= np.mean((np.mean(y) - np.array(y)) ** 2) + 0.25
+
+
+def test_errors_say_what_is_wrong() -> None:
+    with pytest.raises(CalibrationError, match="do not pair"):
+        brier([0.1], [1, 0])
+    with pytest.raises(CalibrationError, match="outside"):
+        expected_calibration_error([1.2], [1])
+    with pytest.raises(CalibrationError, match="alike"):
+        fit_sequential_temperatures(np.zeros((3, 2)), np.zeros((3, 3)), np.zeros((3, 2)))
+    assert np.isnan(auroc([0.5], [1]))
+    assert np.isnan(expected_calibration_error([], []))
+    assert sigmoid([-1000.0, 1000.0]).tolist() == [0.0, 1.0]

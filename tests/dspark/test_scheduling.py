@@ -1,0 +1,180 @@
+"""Schedulers against brute force, and proof that they do not look ahead."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dspark.calibration import survival
+from dspark.scheduling import (
+    CostTable,
+    FullBlock,
+    Scheduler,
+    SchedulingError,
+    StaticLength,
+    Threshold,
+    TwoStepsBehind,
+    algorithm_1,
+    global_search,
+    static,
+    threshold,
+    throughput_curve,
+    top_k,
+    two_steps_behind,
+)
+
+APPENDIX_A = CostTable((1, 2, 3), (1.0, 0.5, 0.45))
+
+
+def objective(chances: np.ndarray, lengths: np.ndarray, cost: CostTable) -> float:
+    """Θ written out: (Σ 1 + Σ_{j<=l} a_j) * SPS(Σ 1 + l)."""
+    rows = len(chances)
+    expected = rows + sum(chances[r, : lengths[r]].sum() for r in range(rows))
+    return float(expected * cost(rows + int(lengths.sum())))
+
+
+def brute_force(chances: np.ndarray, cost: CostTable) -> float:
+    rows, slots = chances.shape
+    every = np.array(list(itertools.product(range(slots + 1), repeat=rows)))  # all length vectors
+    sums = np.concatenate([np.zeros((rows, 1)), chances.cumsum(1)], axis=1)
+    return float(((rows + sums[np.arange(rows), every].sum(1)) * cost(rows + every.sum(1))).max())
+
+
+def random_case(rng: np.random.Generator, jagged: bool) -> tuple[np.ndarray, CostTable]:
+    chances = np.cumprod(rng.uniform(0.2, 1.0, (3, 4)), axis=1)
+    seconds = 1.0 + rng.uniform(0, 0.3) * np.arange(15) + rng.uniform(0, 0.03) * np.arange(15) ** 2
+    if jagged:
+        seconds = np.maximum.accumulate(seconds + rng.uniform(0, 1.0, 15))
+    return chances, CostTable(tuple(range(1, 16)), tuple(1 / seconds))
+
+
+def is_unimodal(theta: np.ndarray) -> bool:
+    rises = np.diff(theta) > 0
+    return not (np.diff(rises.astype(int)) > 0).any()
+
+
+def test_schedulers_against_brute_force(capsys: pytest.CaptureFixture[str]) -> None:
+    rng = np.random.default_rng(0)
+    gaps, unimodal = [], 0
+    for case in range(2000):
+        chances, cost = random_case(rng, jagged=case % 2 == 1)
+        best = brute_force(chances, cost)
+        assert objective(chances, global_search(chances, cost), cost) == pytest.approx(best, rel=1e-12)
+        ours = objective(chances, algorithm_1(chances, cost), cost)
+        if is_unimodal(throughput_curve(chances, cost)[1]):
+            unimodal += 1
+            assert ours == pytest.approx(best, rel=1e-12)
+        else:
+            gaps.append(1 - ours / best)
+        behind = objective(chances, two_steps_behind(chances, chances, cost), cost)
+        assert behind == pytest.approx(best, rel=1e-12), "with unchanged confidences the capacity is the best one"
+    with capsys.disabled():
+        print(f"\nAlgorithm 1: equal to brute force in {unimodal} unimodal cases; elsewhere ", end="")
+        print(f"({len(gaps)} cases) short of the best by {np.mean(gaps):.1%} on average, at most {np.max(gaps):.1%}")
+    assert unimodal > 100
+    assert len(gaps) > 50
+
+
+def test_toy_of_the_paper() -> None:
+    confident = np.array([[0.8, 0.8 * 0.9]])
+    hopeless = np.array([[0.8, 0.0]])
+    assert algorithm_1(confident, APPENDIX_A).tolist() == algorithm_1(hopeless, APPENDIX_A).tolist() == [0]
+    # The search over everything lets the first token decide about its own admission.
+    assert global_search(confident, APPENDIX_A).tolist() == [2]
+    assert global_search(hopeless, APPENDIX_A).tolist() == [0]
+    logit = np.log(0.8 / 0.2)
+    assert survival([[logit] * 3])[0, 2] == pytest.approx(0.512)
+
+
+confidences = st.lists(
+    st.lists(st.sampled_from([0.0, 0.1, 0.4, 0.5, 0.8, 0.9, 1.0]), min_size=4, max_size=4), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(confidences, confidences, st.integers(0, 3), st.integers(0, 3), st.integers(0, 1000))
+def test_policies_do_not_look_ahead(before: list, after: list, row: int, slot: int, seed: int) -> None:
+    """Confidences after slot j are functions of the token at j: whatever they are, j's admission stays."""
+    first = np.array(before)
+    row %= len(first)
+    second = first.copy()
+    second[row, slot + 1 :] = np.array(after)[0, slot + 1 :]
+    _, cost = random_case(np.random.default_rng(seed), jagged=True)
+    past = np.cumprod(np.random.default_rng(seed).uniform(0, 1, (5, 4)), axis=1)
+    admitted = []
+    for chances in (np.cumprod(first, axis=1), np.cumprod(second, axis=1)):
+        behind = TwoStepsBehind(cost)
+        for _ in range(2):
+            behind.lengths(past, 5, 4)
+        lengths = [
+            Scheduler(cost).lengths(chances, len(first), 4),
+            behind.lengths(chances, len(first), 4),
+            Threshold(0.5).lengths(chances, len(first), 4),
+            Threshold(0.3, on="survival").lengths(chances, len(first), 4),
+            StaticLength(2).lengths(chances, len(first), 4),
+            FullBlock().lengths(chances, len(first), 4),
+        ]
+        admitted.append([bool(values[row] > slot) for values in lengths])
+    assert admitted[0] == admitted[1]
+
+
+def test_small_rules() -> None:
+    chances = np.array([[0.9, 0.5, 0.4], [0.8, 0.7, 0.1]])
+    assert top_k(chances, 3).tolist() == [1, 2]
+    assert top_k(chances, 0).tolist() == [0, 0]
+    assert top_k(chances, 99).tolist() == [3, 3]
+    assert threshold(chances, 0.5).tolist() == [2, 2]
+    assert threshold(chances, 0.0).tolist() == [3, 3]
+    assert static(2, 1).tolist() == [1, 1]
+    # Conditional confidences of the first row: 0.9, 0.556, 0.8.
+    assert Threshold(0.6).lengths(chances, 2, 3).tolist() == [1, 2]
+    assert StaticLength(5).lengths(None, 2, 3).tolist() == [3, 3]
+    assert StaticLength(5).most(3) == 3
+
+
+def test_verifying_nothing_is_a_choice() -> None:
+    steep = CostTable((1, 2, 4, 8, 16), (1.0, 0.5, 0.25, 0.125, 0.0625))
+    assert algorithm_1(np.full((2, 4), 0.9).cumprod(1), steep).tolist() == [0, 0]
+    flat = CostTable((1, 16), (1.0, 0.99))
+    assert algorithm_1(np.full((2, 4), 0.9).cumprod(1), flat).tolist() == [4, 4]
+
+
+def test_cost_table() -> None:
+    table = CostTable.from_dict({"tokens": [4, 8], "steps_per_second": [10.0, 5.0], "source": "toy"})
+    assert CostTable.from_dict(table.to_dict()) == table
+    assert table([1, 4, 6, 8, 16]).tolist() == pytest.approx([10.0, 10.0, 1 / 0.15, 5.0, 2.5])
+    for tokens, speeds, words in (
+        ((), (), "at least one"),
+        ((4, 2), (1.0, 1.0), "ascend"),
+        ((1, 2), (1.0, 0.0), "positive"),
+        ((1, 2), (1.0,), "as many"),
+    ):
+        with pytest.raises(SchedulingError, match=words):
+            CostTable(tokens, speeds)
+    with pytest.raises(SchedulingError, match="lacks tokens"):
+        CostTable.from_dict({"steps_per_second": [1.0]})
+    with pytest.raises(SchedulingError, match="finite"):
+        algorithm_1([[0.5, float("nan")]], table)
+    with pytest.raises(SchedulingError, match="0 to 1"):
+        Threshold(1.5)
+
+
+def test_scheduling_is_quick() -> None:
+    """Under a millisecond of one core for 256 requests x 7 slots."""
+    rng = np.random.default_rng(1)
+    chances = np.cumprod(rng.uniform(0.5, 1, (256, 7)), axis=1)
+    cost = CostTable(tuple(range(1, 2049, 64)), tuple(1 / (1 + 0.001 * np.arange(1, 2049, 64))))
+    for rule in (algorithm_1, global_search, lambda a, c: two_steps_behind(a, a, c), lambda a, _: threshold(a, 0.5)):
+        best = min(_seconds(rule, chances, cost) for _ in range(30))
+        assert best < 1e-3, f"{best * 1e3:.2f} ms"
+
+
+def _seconds(rule, chances: np.ndarray, cost: CostTable) -> float:
+    start = time.perf_counter()
+    rule(chances, cost)
+    return time.perf_counter() - start
