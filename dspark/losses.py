@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from dspark.config import DrafterConfig
 from dspark.fused_loss import slot_losses
 from dspark.output_head import OutputHead
 from dspark.packing import PackedBatch
@@ -74,11 +75,10 @@ class LossConfig:
 
 
 class SequentialHeadLike(Protocol):
-    """The part of a sequential head that the loss uses: its bias is `bias_vectors @ markov_w2.weight.T`."""
+    """What the loss reads of a sequential head, whose bias is `bias_vectors @ markov_w2.weight.T`."""
 
     markov_w2: nn.Linear  # [V, r]
 
-    def embed(self, previous_ids: Tensor) -> Tensor: ...  # [..., r]
     def bias_vectors(self, states: Tensor, previous_ids: Tensor) -> Tensor: ...  # [N, G, r]
 
 
@@ -96,17 +96,30 @@ def slot_weights(supervised: Tensor, position_decay: float) -> Tensor:
     return torch.exp(-slots / position_decay) * supervised
 
 
-def output_head_of(drafter: nn.Module) -> OutputHead:
+class DrafterLike(Protocol):
+    """What the loss reads of a drafter."""
+
+    lm_head: nn.Linear  # [V, d], frozen
+    draft_token_ids: Tensor | None  # [D]
+
+    @property
+    def config(self) -> DrafterConfig: ...
+    @property
+    def sequential_head(self) -> SequentialHeadLike | None: ...
+    def confidence_logits(self, states: Tensor, previous_ids: Tensor) -> Tensor | None: ...
+
+
+def output_head_of(drafter: DrafterLike) -> OutputHead:
     """The frozen head that drafter and teacher share, cut to the draft vocabulary for the former."""
     return OutputHead.create(
-        drafter.lm_head.weight,  # type: ignore[union-attr, arg-type]
-        soft_cap=getattr(drafter.config, "final_logit_softcapping", None),
-        draft_token_ids=getattr(drafter, "draft_token_ids", None),
+        drafter.lm_head.weight,
+        soft_cap=drafter.config.final_logit_softcapping,
+        draft_token_ids=drafter.draft_token_ids,
     )
 
 
 def fused_loss(
-    drafter: nn.Module,
+    drafter: DrafterLike,
     states: Tensor,
     batch: PackedBatch,
     config: LossConfig,
@@ -127,25 +140,22 @@ def fused_loss(
     """
     head = head or output_head_of(drafter)
     terms = config.terms
-    sequential: SequentialHeadLike | None = drafter.sequential_head  # type: ignore[assignment]
-    confidence_head = drafter.confidence_head
-    if terms.confidence and confidence_head is None:
-        raise ValueError("loss.confidence is not 0 but the drafter has no confidence head: set loss.confidence to 0")
+    sequential = drafter.sequential_head
     chosen = batch.supervised.flatten().nonzero()[:, 0]  # [M]
     weights = slot_weights(batch.supervised, config.position_decay)
 
     def at_slots(tensor: Tensor) -> Tensor:
         return tensor.flatten(0, 1)[chosen]
 
-    bias_states, bias_weight, confidence_logits = None, None, None
+    bias_states, bias_weight = None, None
     if sequential is not None:
         bias_states = at_slots(sequential.bias_vectors(states, batch.previous_ids))
         bias_weight = sequential.markov_w2.weight
         if head.draft_token_ids is not None:
             bias_weight = bias_weight[head.draft_token_ids]
-    if confidence_head is not None:
-        embedded = None if sequential is None else sequential.embed(at_slots(batch.previous_ids))
-        confidence_logits = confidence_head(at_slots(states), embedded)  # type: ignore[operator]
+    confidence_logits = drafter.confidence_logits(at_slots(states), at_slots(batch.previous_ids))
+    if terms.confidence and confidence_logits is None:
+        raise ValueError("loss.confidence is not 0 but the drafter has no confidence head: set loss.confidence to 0")
     total, values = slot_losses(
         at_slots(states),
         head=head,

@@ -98,17 +98,18 @@ class Chunk:
         overlap = None
         if self._terms.negative_log_acceptance:
             overlap = torch.minimum(self._work * scale, q).sum(-1)
-        q.addcmul_(self._work, scale, value=-1)  # q - p
-        l1 = torch.linalg.vector_norm(q, ord=1, dim=-1)
+        # Both distributions sum to 1, so what p lacks of q (outside the draft vocabulary too) is half of their l1.
+        q.addcmul_(self._work, scale, value=-1).clamp_(min=0)
+        lacking = q.sum(-1)
         mass = None
         if rows.mass is not None:
             mass = rows.mass[row_of_slot]
-            l1 += (1 - mass).clamp_(min=0)
+            lacking += (1 - mass).clamp_(min=0)
         self._below = _keep_where_positive_(self._work, q)  # v times the sum that p lacks
         self._below_sum = self._below.sum(-1).mul_(self._inverse_sum)
         self._dense_rows = (rows.probs, row_of_slot)
         negative_entropy = None if rows.negative_entropy is None else rows.negative_entropy[row_of_slot]
-        self._finish(l1=l1, overlap=overlap, cross=cross, negative_entropy=negative_entropy, mass=mass)
+        self._finish(l1=2 * lacking, overlap=overlap, cross=cross, negative_entropy=negative_entropy, mass=mass)
 
     def against_sparse(self, teacher: SparseTeacher, draft_index: Tensor | None) -> None:
         """`teacher` has a row for each slot; `draft_index` [V] maps token ids to columns."""
