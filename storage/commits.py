@@ -131,13 +131,6 @@ def open_folder(folder: Folder) -> Opened:
             f"{folder} is {manifest['format']!r} version {manifest['version']}; this program reads {FORMAT!r} "
             f"version {VERSION}: use the program version that wrote it, or build the cache anew"
         )
-    return _open_checked(folder.url, data)
-
-
-@lru_cache(maxsize=8)
-def _open_checked(url: str, data: bytes) -> Opened:
-    folder = Folder(url)
-    manifest = unseal(data, folder.describe(MANIFEST))
     samples = SampleIndex.parse(_checked(folder, manifest["samples"]))
     loaded = {
         part: load_codec(entry, _checked(folder, entry)) if entry else None
@@ -147,6 +140,12 @@ def _open_checked(url: str, data: bytes) -> Opened:
     assert features is not None
     codecs = Codecs(features=features, teacher=loaded["teacher"])
     return Opened(folder, manifest, hashlib.sha256(data).hexdigest(), samples, codecs)
+
+
+@lru_cache(maxsize=8)
+def _opened_before(url: str, manifest: bytes) -> Opened:
+    """A worker writes many units of one cache: its sample list and codecs are read once."""
+    return open_folder(Folder(url))
 
 
 def _checked(folder: Folder, entry: Mapping[str, Any]) -> bytes:
@@ -185,8 +184,10 @@ def write_unit(root: Root, unit: int, rows: Iterable[CacheRow], codecs: Codecs |
     The rows must be the plan's samples of that unit in order. NonFiniteState and ValueError name unit and sample;
     StorageFull says what ran out. After any error nothing of the unit is visible.
     """
-    opened = open_folder(Folder(root))
-    folder = opened.folder
+    folder = Folder(root)
+    if not folder.exists(MANIFEST):
+        raise FileNotFoundError(f"{folder} holds no cache to write to; call create_or_resume first")
+    opened = _opened_before(folder.url, folder.read(MANIFEST))
     if not 0 <= unit < opened.units:
         raise ValueError(f"unit {unit} is outside the plan's 0..{opened.units - 1}")
     if folder.exists(commit_name(unit)):

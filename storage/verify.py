@@ -119,17 +119,21 @@ Job = tuple[str, dict[str, Any], list[str], dict[str, int]]
 def _check_shards(jobs: list[Job], workers: int) -> list[Problem]:
     with ThreadPoolExecutor(max(workers, 1)) as pool:  # hashing and reading leave the interpreter lock free
         suspects = [job for job, whole in zip(jobs, pool.map(_is_whole, jobs), strict=True) if not whole]
-    problems: list[Problem] = []
-    for job in suspects:
-        # A damaged file is parsed in a process of its own: whatever it does there, this one goes on.
-        command = [sys.executable, "-m", "storage.verify"]
-        done = subprocess.run(command, input=pickle.dumps(job), capture_output=True, check=False)
-        if done.returncode == 0:
-            problems += pickle.loads(done.stdout)
-        else:
-            reason = done.stderr.decode(errors="replace").strip().rsplit("\n", 1)[-1]
-            problems.append(Problem(job[1]["shard"], f"damaged so badly that reading it fails: {reason}"))
-    return problems
+    return _examine_apart(suspects)
+
+
+def _examine_apart(jobs: list[Job]) -> list[Problem]:
+    """Parse damaged files in a process of their own: whatever they do there, this one goes on."""
+    if not jobs:
+        return []
+    command = [sys.executable, "-m", "storage.verify"]
+    done = subprocess.run(command, input=pickle.dumps(jobs), capture_output=True, check=False)
+    if done.returncode == 0:
+        return list(pickle.loads(done.stdout))
+    if len(jobs) > 1:
+        return [problem for job in jobs for problem in _examine_apart([job])]
+    reason = done.stderr.decode(errors="replace").strip().rsplit("\n", 1)[-1]
+    return [Problem(jobs[0][1]["shard"], f"damaged so badly that reading it fails: {reason}")]
 
 
 def _is_whole(job: Job) -> bool:
@@ -193,4 +197,5 @@ def _examine_batch(data: bytes, record: Mapping[str, Any], number: int, row: int
 if __name__ == "__main__":
     from storage import verify as module  # the importable one, so that what is pickled can be read back
 
-    sys.stdout.buffer.write(pickle.dumps(module.examine_shard(pickle.load(sys.stdin.buffer))))
+    found = [problem for job in pickle.load(sys.stdin.buffer) for problem in module.examine_shard(job)]
+    sys.stdout.buffer.write(pickle.dumps(found))

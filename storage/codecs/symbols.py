@@ -4,7 +4,7 @@ zstd's Huffman stage codes whole bytes and so cannot go below one bit for each: 
 are packed two or four to a byte first, which brings the stage within a few hundredths of a bit of the entropy.
 C coordinates, R rows. Codes are coordinate-major, so that neighbours in the stream have the same distribution.
 
-Stream: five LEB128 sizes, then those sections, each a zstd frame (or nothing):
+Stream: R and five section sizes as LEB128, then the sections, each a zstd frame (or nothing):
 wide codes (i8, escape -128), nibble codes (two a byte, low half first, -7..7, escape -8), pair codes (four a byte,
 lowest first, -1..1, escape -2), first escapes (i8, for nibble and pair codes in that order; -128 escapes again),
 second escapes (i32, for wide codes, then for first escapes).
@@ -57,12 +57,15 @@ def pack(codes: np.ndarray, classes: np.ndarray, *, level: int = 1) -> bytes:
     ]
     compressor = zstandard.ZstdCompressor(level=level, write_content_size=True)
     frames = [compressor.compress(section) if section else b"" for section in sections]
-    return b"".join(_leb128(len(frame)) for frame in frames) + b"".join(frames)
+    return b"".join(map(_leb128, [codes.shape[1], *map(len, frames)])) + b"".join(frames)
 
 
 def unpack(payload: bytes | memoryview, classes: np.ndarray, rows: int) -> np.ndarray:
     """Bytes to integers [C, R]: int8 where nothing lies outside ±127, else int32."""
     view = memoryview(payload).cast("B")
+    stored_rows, view = _read_leb128(view)
+    if stored_rows != rows:
+        raise ValueError(f"the payload holds {stored_rows} rows, {rows} were expected")
     sizes = []
     for _ in range(5):
         size, view = _read_leb128(view)

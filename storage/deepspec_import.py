@@ -1,0 +1,178 @@
+"""Reads the reference implementation's binary target caches (version 2) and rewrites them in this format.
+
+S tokens of a sample, m captured layers, d hidden size. `samples.idx` holds one 56-byte little-endian record a sample:
+i64 sample id, i32 shard, i32 S, then i64 byte offsets into the shard of input ids [S] i32, attention mask [S] u8,
+loss mask [S] u8, captured states [S, m*d] bf16 and last states [S, d] bf16.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from storage.codecs import CodecSpec, fit_codec
+from storage.commits import create_or_resume, finish, write_unit
+from storage.filesystems import Folder
+from storage.plan import DEFAULT_UNIT_TOKENS, CachePlan, Codecs
+from storage.records import CacheRow
+
+RECORD = struct.Struct("<qii5q")
+FIT_TOKENS = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpecSample:
+    """input_ids [S] int32, loss_mask [S] uint8, states [S, m*d] and last [S, d] as bf16."""
+
+    sample_id: int
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    states: torch.Tensor
+    last: torch.Tensor
+
+
+class DeepSpecCache:
+    """Random samples of a cache that the reference wrote."""
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.folder = Folder(path)
+        for name in ("manifest.json", "samples.idx"):
+            if not self.folder.exists(name):
+                raise FileNotFoundError(
+                    f"{self.folder.describe(name)} does not exist: not a target cache of the reference"
+                )
+        self.manifest: dict[str, Any] = json.loads(self.folder.read("manifest.json"))
+        expected = {
+            "version": 2,
+            "hidden_dtype": "bfloat16",
+            "mask_dtype": "uint8",
+            "token_dtype": "int32",
+            "index_record_size": RECORD.size,
+        }
+        for key, value in expected.items():
+            if self.manifest.get(key) != value:
+                raise ValueError(
+                    f"{self.folder.describe('manifest.json')}: {key} is {self.manifest.get(key)!r}, expected {value!r}; "
+                    "only version 2 caches in bfloat16 can be imported"
+                )
+        index = self.folder.read("samples.idx")
+        count = self.manifest["num_samples"]
+        if len(index) != count * RECORD.size:
+            raise ValueError(
+                f"{self.folder.describe('samples.idx')}: {len(index)} bytes, {count} samples take {count * RECORD.size}"
+            )
+        self.records = [RECORD.unpack_from(index, RECORD.size * i) for i in range(count)]
+        self.shards = {entry["shard_id"]: entry["file_name"] for entry in self.manifest["shards"]}
+        self.hidden_size = int(self.manifest["hidden_size"])
+        self.layer_ids = [int(layer) for layer in self.manifest["target_layer_ids"]]
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def length(self, index: int) -> int:
+        return int(self.records[index][2])
+
+    def sample(self, index: int) -> DeepSpecSample:
+        """One sample; ValueError names the shard and the sample if the index points outside the shard."""
+        sample_id, shard, length, *offsets = self.records[index]
+        width = len(self.layer_ids) * self.hidden_size
+        name = self.shards.get(shard)
+        if name is None:
+            raise ValueError(f"sample {sample_id}: shard {shard} is not in the manifest")
+        sizes = (4 * length, length, length, 2 * length * width, 2 * length * self.hidden_size)
+        with self.folder.open_input(name) as file:
+            parts = []
+            for offset, size in zip(offsets, sizes, strict=True):
+                if offset < 0 or offset + size > file.size():
+                    raise ValueError(
+                        f"{self.folder.describe(name)}: sample {sample_id} should lie at {offset}..{offset + size}, "
+                        f"but the file has {file.size()} bytes; it is cut short or not of this cache"
+                    )
+                parts.append(np.frombuffer(file.read_at(size, offset), np.uint8).copy())
+        ids, _, loss_mask, states, last = parts
+        return DeepSpecSample(
+            sample_id=sample_id,
+            input_ids=ids.view("<i4"),
+            loss_mask=loss_mask,
+            states=torch.from_numpy(states.view("<i2")).view(torch.bfloat16).view(length, width),
+            last=torch.from_numpy(last.view("<i2")).view(torch.bfloat16).view(length, self.hidden_size),
+        )
+
+
+def spans_of(mask: np.ndarray) -> list[tuple[int, int]]:
+    """Half-open runs of non-zero entries of a mask [S]."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], (mask != 0).astype(np.int8), [0]])))
+    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+
+def import_deepspec(
+    source: str | PathLike[str],
+    root: str | PathLike[str],
+    *,
+    contract: Mapping[str, Any] | None = None,
+    features: CodecSpec | None = None,
+    teacher: CodecSpec | None = None,
+    teacher_scope: Literal["supervised", "all"] = "supervised",
+    unit_tokens: int = DEFAULT_UNIT_TOKENS,
+    max_bytes: int | None = None,
+) -> dict[str, Any]:
+    """Write `source` to `root` in this format, bit-exact by default. Resumes; returns the finish record.
+
+    `contract` gives what the reference does not record (hashes, thinking mode); a field that it does record must agree.
+    `teacher_scope="all"` keeps last states at unsupervised positions too.
+    """
+    cache = DeepSpecCache(source)
+    known = {"target_name": cache.manifest["target_model_name_or_path"], "target_layer_ids": cache.layer_ids}
+    merged = {**known, **(contract or {})}
+    if list(merged["target_layer_ids"]) != cache.layer_ids:
+        raise ValueError(
+            f"the contract captures layers {list(merged['target_layer_ids'])}, "
+            f"the cache in {source} holds {cache.layer_ids}"
+        )
+    plan = CachePlan(
+        contract=merged,
+        inputs={"imported_from": "deepspec-v2", "manifest": cache.manifest},
+        num_layers=len(cache.layer_ids),
+        hidden_size=cache.hidden_size,
+        samples=[(str(record[0]), record[2]) for record in cache.records],
+        features=features or CodecSpec(name="bf16"),
+        teacher=teacher or CodecSpec(name="bf16"),
+        teacher_scope=teacher_scope,
+        unit_tokens=unit_tokens,
+        max_bytes=max_bytes,
+    )
+    done = create_or_resume(root, plan, lambda: _fit(cache, plan))
+    for unit, (start, stop) in enumerate(plan.units):
+        if unit not in done:
+            write_unit(root, unit, _rows(cache, start, stop))
+    return finish(root)
+
+
+def _rows(cache: DeepSpecCache, start: int, stop: int) -> Iterator[CacheRow]:
+    for index in range(start, stop):
+        sample = cache.sample(index)
+        yield CacheRow(
+            sample_id=str(sample.sample_id),
+            input_ids=sample.input_ids,
+            spans=spans_of(sample.loss_mask),
+            features=sample.states,
+            last=sample.last,
+        )
+
+
+def _fit(cache: DeepSpecCache, plan: CachePlan) -> Codecs:
+    """Codecs fitted on samples spread over the cache, up to FIT_TOKENS tokens."""
+    step = max(1, plan.tokens // FIT_TOKENS)
+    chosen = [cache.sample(index) for index in range(0, len(cache), step)]
+    width = plan.num_layers * plan.hidden_size
+    states = fit_codec(plan.features, [(s.states, True) for s in chosen], width=width, layers=plan.num_layers)
+    assert plan.teacher is not None
+    last = fit_codec(plan.teacher, [(s.last, True) for s in chosen], width=plan.hidden_size)
+    return Codecs(features=states, teacher=last)

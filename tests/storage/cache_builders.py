@@ -1,0 +1,92 @@
+"""Small caches for the tests: states are a pure function of the sample id, so any process can make them again."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from storage.target_cache import (
+    CachePlan,
+    CacheRow,
+    Codecs,
+    CodecSpec,
+    create_or_resume,
+    finish,
+    fit_codec,
+    write_unit,
+)
+
+LAYERS, HIDDEN = 3, 32
+LENGTHS = [7, 1, 30, 64, 12, 5, 45, 9, 28, 17, 33, 2, 50, 21]
+SAMPLES = [(f"sample-{i:03d}", length) for i, length in enumerate(LENGTHS)]
+
+
+def make_row(sample_id: str, length: int) -> CacheRow:
+    generator = torch.Generator().manual_seed(zlib.crc32(sample_id.encode()))
+    scale = torch.linspace(0.2, 5.0, LAYERS * HIDDEN).view(LAYERS, HIDDEN)
+    features = torch.randn(length, LAYERS, HIDDEN, generator=generator) * scale + 1.5
+    features[0] = 400.0 * torch.sin(torch.arange(LAYERS * HIDDEN)).view(LAYERS, HIDDEN)
+    start = max(1, length // 2)
+    spans = [(start, length)] if start < length else []
+    return CacheRow(
+        sample_id=sample_id,
+        input_ids=torch.randint(0, 1000, (length,), generator=generator),
+        spans=spans,
+        features=features.to(torch.bfloat16),
+        last=torch.randn(length, HIDDEN, generator=generator).to(torch.bfloat16),
+        extra={"domain": "test", "number": length},
+    )
+
+
+def make_rows(samples: list[tuple[str, int]] = SAMPLES) -> list[CacheRow]:
+    return [make_row(*sample) for sample in samples]
+
+
+def make_plan(codec: str = "bf16", *, unit_tokens: int = 80, **changes: object) -> CachePlan:
+    spec = CodecSpec(name=codec)
+    options: dict[str, object] = {
+        "contract": {"target_name": "tiny", "target_layer_ids": [0, 1, 2]},
+        "inputs": {"seed": 1},
+        "num_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "samples": SAMPLES,
+        "features": spec,
+        "teacher": spec,
+        "unit_tokens": unit_tokens,
+    }
+    return CachePlan(**{**options, **changes})  # type: ignore[arg-type]
+
+
+def fit(plan: CachePlan) -> Codecs:
+    rows = make_rows(list(plan.samples))
+    assert plan.teacher is not None
+    features = fit_codec(
+        plan.features, [(r.features.flatten(1), True) for r in rows], width=LAYERS * HIDDEN, layers=LAYERS
+    )
+    teacher = fit_codec(plan.teacher, [(r.last, True) for r in rows], width=HIDDEN)
+    return Codecs(features=features, teacher=teacher)
+
+
+def rows_of(plan: CachePlan, unit: int) -> Iterator[CacheRow]:
+    start, stop = plan.units[unit]
+    return (make_row(*sample) for sample in plan.samples[start:stop])
+
+
+def build(root: Path, plan: CachePlan | None = None) -> CachePlan:
+    plan = plan or make_plan()
+    done = create_or_resume(root, plan, lambda: fit(plan))
+    for unit in range(len(plan.units)):
+        if unit not in done:
+            write_unit(root, unit, rows_of(plan, unit))
+    finish(root)
+    return plan
+
+
+def folder_bytes(root: Path) -> dict[str, str]:
+    """SHA-256 of every file below the folder."""
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

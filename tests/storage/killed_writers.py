@@ -1,0 +1,73 @@
+"""Writers that end themselves by SIGKILL at a chosen event; imported once by the fork server."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from cache_builders import fit, rows_of
+
+from storage.checkpoints import complete_checkpoints, save_checkpoint
+from storage.target_cache import CachePlan, create_or_resume, finish, write_unit
+
+
+def build_until_killed(root: str, plan: CachePlan, event: int) -> None:
+    """Build, and die by SIGKILL at the given event: a row handed over, or either side of a sync or a rename."""
+    counter = itertools.count()
+
+    def maybe_die() -> None:
+        if next(counter) == event:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(function: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*args: object, **kwargs: object) -> object:
+            maybe_die()
+            result = function(*args, **kwargs)
+            maybe_die()
+            return result
+
+        return wrapped
+
+    os.fsync, os.replace = around(os.fsync), around(os.replace)  # type: ignore[assignment]
+    torch.set_num_threads(1)
+    done = create_or_resume(root, plan, lambda: fit(plan))
+    for unit in range(len(plan.units)):
+        if unit not in done:
+            write_unit(root, unit, (row for row in rows_of(plan, unit) if maybe_die() is None))
+    finish(root)
+
+
+def save(root: Path, step: int, **options: object) -> Path:
+    tensors = {"weight": torch.full((4, 3), float(step)), "tied": torch.arange(5).to(torch.bfloat16)}
+    objects = {
+        "optimizer": {"state": {0: {"exp_avg": torch.ones(3) * step, "step": torch.tensor(step)}}, "groups": [1e-3]}
+    }
+    return save_checkpoint(root, step, tensors, {"epoch": 1, "rate": 0.1 * step}, objects=objects, **options)  # type: ignore[arg-type]
+
+
+def save_until_killed(root: str, event: int) -> None:
+    count = -1
+
+    def around(function: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*args: object, **kwargs: object) -> object:
+            nonlocal count
+            for after in (False, True):
+                count += 1
+                if count == event:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if not after:
+                    result = function(*args, **kwargs)
+            return result
+
+        return wrapped
+
+    for name in ("fsync", "replace", "rename", "unlink", "rmdir"):
+        setattr(os, name, around(getattr(os, name)))
+    step = max((info.step for info in complete_checkpoints(root)), default=-1)
+    while True:
+        step += 1
+        save(Path(root), step, keep_last=2)

@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from storage.codecs import CODECS, Codec, CodecSpec, dump_codec, fit_codec, load_codec
+from storage.codecs.measure import acceptance_error, snr_db
+from storage.codecs.symbols import NIBBLE, PAIR, WIDE, pack, unpack
+from storage.codecs.transform import head_metric
+
+LAYERS, HIDDEN = 3, 64
+WIDTH = LAYERS * HIDDEN
+LOSSY = ["int8", "fp8", "transform", "projected"]
+
+
+def sequences(count: int = 6, length: int = 80, seed: int = 0) -> list[tuple[torch.Tensor, bool]]:
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(99)) / WIDTH**0.5
+    found = []
+    for _ in range(count):
+        values = torch.randn(length, WIDTH, generator=generator) @ mixing * torch.linspace(0.3, 8, WIDTH) + 2
+        values[0] = 1000 * torch.cos(torch.arange(WIDTH))
+        found.append((values.to(torch.bfloat16), True))
+    return found
+
+
+def fitted(name: str, **settings_: object) -> Codec:
+    generator = torch.Generator().manual_seed(5)
+    tensors = {"projection": torch.randn(48, WIDTH, generator=generator) / 10} if name == "projected" else None
+    return fit_codec(CodecSpec(name=name, settings=settings_), sequences(), width=WIDTH, layers=LAYERS, tensors=tensors)
+
+
+@pytest.mark.parametrize("name", ["bf16", "bf16-planes"])
+def test_exact_codecs_return_every_bit(name: str) -> None:
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int16).repeat(3)[: 1024 * WIDTH].view(-1, WIDTH)
+    values = bits.view(torch.bfloat16)
+    codec = fitted(name)
+    again = codec.decode(codec.encode(values, first=True), len(values))
+    assert torch.equal(again.view(torch.int16), bits)
+
+
+@pytest.mark.parametrize("name", sorted(CODECS))
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 79])
+def test_round_trip_after_saving(name: str, first: bool, rows: int) -> None:
+    codec = fitted(name)
+    values = sequences(seed=3)[0][0][:rows] if first else sequences(seed=3)[0][0][1 : rows + 1]
+    description, tensors = dump_codec(codec)
+    loaded = load_codec(description, tensors)
+    payload = codec.encode(values, first=first)
+    assert payload == loaded.encode(values, first=first)
+    decoded = loaded.decode(payload, len(values), dtype=torch.float32)
+    assert decoded.shape == (len(values), codec.out_width)
+    assert torch.equal(decoded, codec.decode(payload, len(values), dtype=torch.float32))
+    exact = codec.coordinates(values)
+    if first:  # the first token's state is kept exact
+        assert torch.allclose(decoded[0], exact[0], rtol=1e-2, atol=1e-2)
+    if len(values) > 5:
+        assert snr_db(exact[1:], decoded[1:]) > 15
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_measured_error_stands_in_the_description(name: str) -> None:
+    measured = fitted(name).measured
+    assert measured["bytes_per_token"] > 0
+    assert measured["snr_db"] > 15
+    assert measured["bits_per_value"] < 10
+    fresh = sequences(seed=8)
+    codec = fitted(name)
+    exact = torch.cat([codec.coordinates(v)[1:] for v, _ in fresh])
+    coded = torch.cat([codec.decode(codec.encode(v, first=True), len(v), dtype=torch.float32)[1:] for v, _ in fresh])
+    assert snr_db(exact, coded) == pytest.approx(measured["snr_db"], abs=1.5)
+
+
+@pytest.mark.parametrize("step", [0.125, 0.25, 0.5])
+@pytest.mark.parametrize("decorrelate", ["none", "layer", "joint"])
+def test_the_step_is_the_error(step: float, decorrelate: str) -> None:
+    """A uniform step of s standard deviations leaves noise s²/12: SNR = -10 log10(s²/12)."""
+    codec = fitted("transform", step=step, decorrelate=decorrelate, metric="variance")
+    assert codec.measured["snr_db"] == pytest.approx(-10 * np.log10(step**2 / 12), abs=0.6)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_outliers_stay_finite_and_harm_no_other_row(name: str) -> None:
+    codec = fitted(name)
+    values = sequences(seed=4)[0][0].clone()
+    plain = codec.decode(codec.encode(values, first=True), len(values), dtype=torch.float32)
+    values[40, 7], values[40, 100] = 1e5, -1e5
+    decoded = codec.decode(codec.encode(values, first=True), len(values), dtype=torch.float32)
+    assert bool(torch.isfinite(decoded).all())
+    others = torch.arange(len(values)) != 40
+    assert torch.equal(decoded[others], plain[others])
+    exact = codec.coordinates(values)[40]
+    assert (decoded[40] - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_the_shared_first_row_is_stored_once(name: str) -> None:
+    codec = fitted(name)
+    values = sequences(seed=4)[0][0].clone()
+    shared = codec.encode(values, first=True)
+    values[0] += 500  # another first token
+    inline = codec.encode(values, first=True)
+    assert len(inline) - len(shared) >= 2 * codec.out_width
+    decoded = codec.decode(inline, len(values), dtype=torch.float32)
+    assert torch.allclose(decoded[0], codec.coordinates(values)[0], rtol=5e-3)
+
+
+@pytest.mark.parametrize("output", ["states", "coordinates"])
+def test_coordinates_unfold_into_states(output: str) -> None:
+    codec = fitted("transform", output=output)
+    values = sequences(seed=4)[0][0]
+    decoded = codec.decode(codec.encode(values, first=True), len(values), dtype=torch.float32)
+    states = decoded if output == "states" else decoded @ codec.tensors["inverse"].t()
+    assert snr_db(values.float()[1:], states[1:]) > 20
+
+
+def test_a_projection_folds_without_bias() -> None:
+    """A consumer F on coordinates equals F P on states, up to the quantiser's error."""
+    codec = fitted("projected", step=0.001)
+    consumer = torch.randn(16, codec.out_width, generator=torch.Generator().manual_seed(1))
+    values = sequences(seed=4)[0][0]
+    decoded = codec.decode(codec.encode(values, first=True), len(values), dtype=torch.float32)
+    folded = consumer @ codec.tensors["forward"]
+    expected = values.float() @ folded.t()
+    assert torch.allclose(decoded @ consumer.t(), expected, rtol=1e-3, atol=0.02 * float(expected.std()))
+
+
+def test_the_head_metric_spends_bits_where_the_head_looks() -> None:
+    generator = torch.Generator().manual_seed(2)
+    head = torch.randn(500, HIDDEN, generator=generator) * torch.logspace(0, -2, HIDDEN)
+    sample = [(torch.randn(200, HIDDEN, generator=generator), False) for _ in range(4)]
+    states = torch.cat([values for values, _ in sample])
+    metric = head_metric(head, states)
+    given = fit_codec(
+        CodecSpec(name="transform", settings={"metric": "given", "step": 0.1}),
+        sample,
+        width=HIDDEN,
+        tensors={"metric": metric},
+    )
+    plain = fit_codec(CodecSpec(name="transform", settings={"step": 0.5}), sample, width=HIDDEN)
+
+    def error(codec: Codec) -> float:
+        coded = torch.cat([codec.decode(codec.encode(v), len(v), dtype=torch.float32) for v, _ in sample])
+        return acceptance_error(head, states, coded)["mean"]
+
+    assert given.measured["bytes_per_token"] < plain.measured["bytes_per_token"]
+    assert error(given) < error(plain)
+
+
+def test_the_acceptance_error_is_total_variation() -> None:
+    head = torch.eye(3)
+    exact, coded = torch.tensor([[0.0, 0.0, 0.0]]).log_softmax(-1), torch.tensor([[0.5, 0.25, 0.25]]).log()
+    assert acceptance_error(head, exact, coded)["mean"] == pytest.approx(0.5 - 1 / 3, abs=1e-6)
+    with pytest.raises(ValueError, match="temperature"):
+        acceptance_error(head, exact, coded, temperature=0.0)
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(0, 70),
+    st.integers(1, 40),
+    st.sampled_from([0.05, 0.4, 1, 4, 60, 3000]),
+    st.integers(0, 10**6),
+    st.sampled_from([(0, 1, 2), (0,), (1,), (2,)]),
+)
+def test_symbols_come_back(rows: int, count: int, scale: float, seed: int, kinds: tuple[int, ...]) -> None:
+    generator = np.random.default_rng(seed)
+    classes = generator.choice(np.array(kinds, np.uint8), count)
+    codes = np.rint(generator.standard_t(2, (count, rows)) * scale).clip(-(2**30), 2**30).astype(np.int32)
+    assert np.array_equal(unpack(pack(codes, classes), classes, rows), codes)
+
+
+def test_packed_symbols_come_near_their_entropy() -> None:
+    generator = np.random.default_rng(0)
+    for deviation, kind in ((0.4, PAIR), (1.0, NIBBLE), (2.0, NIBBLE), (4.0, WIDE)):
+        codes = np.rint(generator.normal(0, deviation, (64, 4000))).astype(np.int32)
+        _, counts = np.unique(codes, return_counts=True)
+        share = counts / counts.sum()
+        entropy = -(share * np.log2(share)).sum()
+        bits = 8 * len(pack(codes, np.full(64, kind, np.uint8))) / codes.size
+        assert bits < 1.06 * entropy, (deviation, bits, entropy)
+
+
+@pytest.mark.parametrize("name", sorted(CODECS))
+def test_a_payload_of_other_length_is_refused(name: str) -> None:
+    codec = fitted(name)
+    values = sequences(seed=4)[0][0]
+    payload = codec.encode(values, first=True)
+    with pytest.raises((ValueError, RuntimeError)):
+        codec.decode(payload, len(values) + 1)
+
+
+def test_unknown_names_and_settings_are_named() -> None:
+    with pytest.raises(ValueError, match=r"no codec is named 'int9'; choose one of bf16"):
+        CodecSpec(name="int9")
+    with pytest.raises(ValueError, match=r"no setting 'stepp'"):
+        fitted("transform", stepp=1)
+    with pytest.raises(ValueError, match="choose one of none, layer, joint"):
+        fitted("transform", decorrelate="layers")
+    with pytest.raises(ValueError, match="pilot"):
+        fit_codec(CodecSpec(name="projected"), sequences(), width=WIDTH)
