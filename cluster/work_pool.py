@@ -1,0 +1,285 @@
+"""Run many independent units of work on a pool of Ray actors, and lose none of them.
+
+A worker that dies (kill -9, out of memory, a node lost) is replaced, and the units it held are done again elsewhere.
+A unit may therefore run more than once and must be idempotent; its result is delivered exactly once. Only a bounded
+number of units is in flight, so neither units nor results pile up in the object store.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+Unit = TypeVar("Unit")
+Result = TypeVar("Result")
+Unit_contra = TypeVar("Unit_contra", contravariant=True)
+Result_co = TypeVar("Result_co", covariant=True)
+
+
+class Worker(Protocol[Unit_contra, Result_co]):
+    """What each actor of a pool holds: made once (the expensive part: loading a model), then given unit after unit."""
+
+    def run(self, unit: Unit_contra) -> Result_co:
+        """Do one unit. The result must be small and picklable: data goes to disk."""
+        ...
+
+
+def plain(text: str) -> str:
+    """Ray's error text without its terminal colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+class UnitFailed(RuntimeError):
+    """A unit that could not be done. `__cause__` is the worker's exception where there was one."""
+
+    def __init__(self, unit: str, attempts: int, detail: str) -> None:
+        self.unit = unit
+        self.attempts = attempts
+        self.detail = detail = plain(detail)
+        times = "1 attempt" if attempts == 1 else f"{attempts} attempts"
+        super().__init__(f"work unit {unit} failed after {times}; the worker said:\n{detail}")
+
+
+class WorkersFailed(RuntimeError):
+    """No worker could be started."""
+
+
+@dataclass(kw_only=True)
+class PoolSummary:
+    """What it took: units done, attempts repeated, workers lost."""
+
+    units: int = 0
+    repeated: int = 0
+    workers_lost: int = 0
+
+
+def run_units(
+    make_worker: Callable[[], Worker[Unit, Result]],
+    units: Iterable[Unit],
+    *,
+    num_workers: int,
+    cpus_per_worker: float = 1,
+    gpus_per_worker: float = 0,
+    max_retries: int = 3,
+    on_result: Callable[[Unit, Result], None],
+    on_retry: Callable[[Unit, str], None] | None = None,
+    max_in_flight_per_worker: int = 2,
+    unit_name: Callable[[Unit], str] = str,
+    not_retried: tuple[type[BaseException], ...] = (ValueError, TypeError, FileNotFoundError),
+) -> PoolSummary:
+    """Do all `units` on up to `num_workers` actors of the current Ray session.
+
+    Args:
+        make_worker: picklable factory, called once in each actor.
+        units: picklable and small; pulled as they are needed.
+        cpus_per_worker, gpus_per_worker: Ray resources of an actor (torch gets as many threads as CPUs, at least one).
+        max_retries: how often a unit is tried again after its first failure. Waiting behind a unit that killed
+            the worker does not count.
+        on_result: called in this process once for each unit, in the order in which they finish.
+        on_retry: called with the unit and the reason before it is tried again.
+        max_in_flight_per_worker: units handed to an actor at a time; 2 hides the round trip.
+        unit_name: how a unit is called in errors.
+        not_retried: errors of a unit that will not go away by trying again.
+
+    Raises:
+        UnitFailed: a unit failed for good. What is already done has been delivered.
+        WorkersFailed: actors die while they start, `max_retries` + 1 times in a row.
+        ValueError: no node of the cluster has the resources of one worker.
+    """
+    if num_workers < 1 or max_in_flight_per_worker < 1 or max_retries < 0:
+        raise ValueError(
+            f"num_workers={num_workers} and max_in_flight_per_worker={max_in_flight_per_worker} must be at least 1, "
+            f"max_retries={max_retries} at least 0"
+        )
+    _require_room(cpus_per_worker, gpus_per_worker)
+    pool: _Pool[Unit, Result] = _Pool(
+        make_worker=make_worker,
+        source=iter(units),
+        options={"num_cpus": cpus_per_worker, "num_gpus": gpus_per_worker, "max_restarts": 0, "max_task_retries": 0},
+        max_retries=max_retries,
+        depth=max_in_flight_per_worker,
+        on_result=on_result,
+        on_retry=on_retry,
+        unit_name=unit_name,
+        not_retried=not_retried,
+    )
+    try:
+        return pool.run(num_workers)
+    finally:
+        pool.close()
+
+
+class _Host:
+    """The actor: holds one worker."""
+
+    def __init__(self, make_worker: Callable[[], Worker[Any, Any]]) -> None:
+        self._worker = make_worker()
+
+    def ready(self) -> bool:
+        return True
+
+    def run(self, unit: Any) -> Any:
+        return self._worker.run(unit)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Job(Generic[Unit]):
+    unit: Unit
+    failures: int = 0
+
+
+@dataclass(kw_only=True, eq=False)
+class _Seat(Generic[Unit]):
+    """One actor, the reference that says it has started, and the jobs it holds, oldest first."""
+
+    actor: Any
+    starting: Any
+    jobs: dict[Any, _Job[Unit]] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class _Pool(Generic[Unit, Result]):
+    make_worker: Callable[[], Worker[Unit, Result]]
+    source: Any
+    options: dict[str, Any]
+    max_retries: int
+    depth: int
+    on_result: Callable[[Unit, Result], None]
+    on_retry: Callable[[Unit, str], None] | None
+    unit_name: Callable[[Unit], str]
+    not_retried: tuple[type[BaseException], ...]
+    waiting: deque[_Job[Unit]] = field(default_factory=deque)
+    seats: list[_Seat[Unit]] = field(default_factory=list)
+    failed_starts: int = 0
+    summary: PoolSummary = field(default_factory=PoolSummary)
+
+    def run(self, num_workers: int) -> PoolSummary:
+        import ray
+
+        while True:
+            while len(self.seats) < num_workers and self._fill(len(self.seats) + 1):
+                self._hire()
+            if not self._fill(1):
+                return self.summary
+            for seat in self.seats:
+                self._feed(seat)
+            pending = {ref: seat for seat in self.seats for ref in (seat.jobs or [seat.starting]) if ref is not None}
+            (ref,), _ = ray.wait(list(pending), num_returns=1)
+            self._settle(pending[ref], ref)
+
+    def _fill(self, wanted: int) -> bool:
+        """Whether at least `wanted` jobs are waiting or in flight, pulling from the source as needed."""
+        held = sum(len(seat.jobs) for seat in self.seats)
+        while held + len(self.waiting) < wanted:
+            try:
+                self.waiting.append(_Job(unit=next(self.source)))
+            except StopIteration:
+                return False
+        return True
+
+    def _hire(self) -> None:
+        import ray
+
+        actor: Any = ray.remote(_Host).options(**self.options).remote(self.make_worker)
+        self.seats.append(_Seat(actor=actor, starting=actor.ready.remote()))
+
+    def _feed(self, seat: _Seat[Unit]) -> None:
+        if seat.starting is not None:
+            return
+        while len(seat.jobs) < self.depth:
+            if not self.waiting:
+                try:
+                    self.waiting.append(_Job(unit=next(self.source)))
+                except StopIteration:
+                    return
+            job = self.waiting.popleft()
+            seat.jobs[seat.actor.run.remote(job.unit)] = job
+
+    def _settle(self, seat: _Seat[Unit], ref: Any) -> None:
+        """Take what became of `ref`: a start, a result, a unit's failure or the loss of the worker."""
+        import ray
+        from ray.exceptions import RayActorError, RayError, RayTaskError
+
+        try:
+            value = ray.get(ref)
+        except RayActorError as error:
+            self._replace(seat, str(error))
+        except RayTaskError as error:
+            self._failed(seat.jobs.pop(ref), str(error), error.cause)
+        except RayError as error:
+            self._replace(seat, f"{type(error).__name__}: {error}")
+        else:
+            if ref == seat.starting:
+                seat.starting = None
+                self.failed_starts = 0
+            else:
+                self._done(seat.jobs.pop(ref), value)
+
+    def _done(self, job: _Job[Unit], value: Result) -> None:
+        self.summary.units += 1
+        self.on_result(job.unit, value)
+
+    def _failed(self, job: _Job[Unit], detail: str, cause: BaseException | None) -> None:
+        job.failures += 1
+        if job.failures > self.max_retries or isinstance(cause, self.not_retried):
+            raise UnitFailed(self.unit_name(job.unit), job.failures, detail) from cause
+        self._again(job, detail)
+
+    def _again(self, job: _Job[Unit], detail: str) -> None:
+        self.summary.repeated += 1
+        self.waiting.append(job)
+        if self.on_retry is not None:
+            self.on_retry(job.unit, detail)
+
+    def _replace(self, seat: _Seat[Unit], detail: str) -> None:
+        """Give up a lost worker's seat, which the loop fills again; deliver what it had done, take back the rest."""
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+
+        self.seats.remove(seat)
+        ray.kill(seat.actor)
+        if seat.starting is not None:
+            self.failed_starts += 1
+            if self.failed_starts > self.max_retries:
+                raise WorkersFailed(
+                    f"workers die while they start, {self.failed_starts} times in a row:\n{plain(detail)}"
+                )
+            return
+        self.summary.workers_lost += 1
+        blamed = False
+        for ref, job in seat.jobs.items():
+            try:
+                value = ray.get(ref, timeout=60)
+            except RayTaskError as error:
+                self._failed(job, str(error), error.cause)
+            except RayError:
+                if blamed:
+                    self.waiting.appendleft(job)
+                else:  # the oldest unfinished job was the one being done
+                    blamed = True
+                    self._failed(job, f"the worker died: {detail}", None)
+            else:
+                self._done(job, value)
+
+    def close(self) -> None:
+        import ray
+
+        if ray.is_initialized():
+            for seat in self.seats:
+                ray.kill(seat.actor)
+
+
+def _require_room(cpus: float, gpus: float) -> None:
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if any(node.get("CPU", 0) >= cpus and node.get("GPU", 0) >= gpus for node in nodes):
+        return
+    most = [(node.get("CPU", 0), node.get("GPU", 0)) for node in nodes]
+    raise ValueError(
+        f"a worker wants {cpus:g} CPUs and {gpus:g} GPUs, and no node of the Ray cluster has them "
+        f"(CPUs, GPUs of the nodes: {most}); lower cpus_per_worker or gpus_per_worker, or add a node"
+    )

@@ -1,0 +1,109 @@
+"""A session is private, stays on loopback, nests, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.session import ray_session
+
+pytestmark = pytest.mark.timeout(120)
+
+HOME = Path.home() / ".ray"
+
+
+def listeners() -> set[str]:
+    """Addresses on which this process and everything below it listen."""
+    me = psutil.Process()
+    found = set()
+    for process in [me, *me.children(recursive=True)]:
+        try:
+            sockets = process.net_connections("tcp")
+        except psutil.NoSuchProcess:
+            continue
+        found |= {s.laddr.ip.removeprefix("::ffff:") for s in sockets if s.status == psutil.CONN_LISTEN}
+    return found
+
+
+def runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_private_loopback_nested_and_gone():
+    import ray
+
+    home_before = HOME.exists()
+    environment = dict(os.environ)
+    for _ in range(2):  # a second session in the same process has another token
+        with ray_session(num_cpus=2) as outer:
+            assert outer.cpus == 2
+            assert outer.temporary is not None
+            assert (outer.temporary / "token").stat().st_mode & 0o777 == 0o600
+            with ray_session() as inner:
+                assert inner.address == outer.address
+            assert ray.is_initialized()
+            pid = ray.get(ray.remote(lambda: os.getpid()).remote())
+            assert listeners() <= {"127.0.0.1", "::1"}
+        assert not ray.is_initialized()
+        assert not outer.temporary.exists()
+        assert not psutil.pid_exists(pid)
+    assert HOME.exists() == home_before
+    assert dict(os.environ) == environment
+
+
+def test_logs_of_a_failed_session_are_kept(tmp_path: Path):
+    with pytest.raises(KeyError), ray_session(num_cpus=1, directory=tmp_path):
+        raise KeyError("oh")
+    assert (tmp_path / "ray-logs" / "raylet.out").exists()
+
+
+def test_unreachable_address():
+    with pytest.raises(ConnectionError, match=r"no Ray cluster answered at '127.0.0.1:1'"), ray_session("127.0.0.1:1"):
+        pass
+
+
+def test_two_at_once_and_the_remains_of_a_killed_one():
+    """Two processes hold sessions of their own; one is killed with -9; the next session clears its folder away."""
+    script = textwrap.dedent(
+        """
+        import sys
+        from cluster.session import ray_session
+        with ray_session(num_cpus=1) as session:
+            import ray
+            assert ray.get(ray.remote(lambda: 7).remote()) == 7
+            print(session.address, session.temporary, flush=True)
+            sys.stdin.readline()
+        """
+    )
+    holders = [
+        subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    lines = [holder.stdout.readline().split() for holder in holders]
+    addresses, folders = zip(*lines, strict=True)
+    assert addresses[0] != addresses[1]
+    below = psutil.Process(holders[0].pid).children(recursive=True)
+    holders[0].send_signal(signal.SIGKILL)
+    holders[0].wait()
+    deadline = time.monotonic() + 30
+    while (alive := [p for p in below if runs(p)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert alive == [], "a killed driver takes its cluster with it"
+    assert Path(folders[0]).exists()
+    with ray_session(num_cpus=1):
+        assert not Path(folders[0]).exists()
+        assert Path(folders[1]).exists(), "the living one's folder is left alone"
+    holders[1].communicate("\n")
+    assert holders[1].returncode == 0
+    assert not Path(folders[1]).exists()
