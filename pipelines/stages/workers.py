@@ -1,0 +1,73 @@
+"""What the Ray workers of several stages share: opening the target, and how many of it fit on a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from dspark.target import Target
+    from pipelines.settings import Settings
+    from pipelines.target_facts import TargetFacts
+
+Unit = TypeVar("Unit")
+
+
+def open_target(settings: Settings, facts: TargetFacts) -> Target:
+    """The target as this run reads it: local folder, capture layers, dtype and device of the settings."""
+    import torch
+
+    from dspark.target import Target
+
+    if settings.cluster.threads_per_worker is not None:
+        torch.set_num_threads(settings.cluster.threads_per_worker)
+    wanted = settings.target
+    return Target.open(
+        facts.path,
+        dtype=wanted.dtype,
+        device=wanted.device,
+        target_layer_ids=facts.target_layer_ids,
+        attn_implementation=wanted.attention,
+        trust_remote_code=wanted.trust_remote_code,
+    )
+
+
+@contextmanager
+def session(settings: Settings, logs: str) -> Iterator[None]:
+    """The run's Ray session; `logs` is where Ray's own logs go when something fails."""
+    from cluster.session import ray_session
+
+    cluster = settings.cluster
+    with ray_session(
+        cluster.address,
+        num_cpus=cluster.num_cpus,
+        num_gpus=cluster.num_gpus,
+        object_store_bytes=cluster.object_store_bytes,
+        directory=None if "://" in logs else logs,
+    ):
+        yield
+
+
+def on_pool(
+    settings: Settings,
+    make_worker: Callable[[], Any],
+    units: Iterable[Unit],
+    *,
+    workers: int,
+    on_result: Callable[[Unit, Any], None],
+    unit_name: Callable[[Unit], str],
+) -> None:
+    """Do `units` on a pool of workers with the resources that the settings give each of them."""
+    from cluster.work_pool import run_units
+
+    cluster = settings.cluster
+    run_units(
+        make_worker,
+        units,
+        num_workers=workers,
+        cpus_per_worker=cluster.cpus_per_worker,
+        gpus_per_worker=cluster.gpus_per_worker,
+        on_result=on_result,
+        unit_name=unit_name,
+    )

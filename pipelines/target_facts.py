@@ -1,0 +1,143 @@
+"""What a run needs to know of its target before any weight is loaded: where it is, what it is, how it is read.
+
+Nothing here needs memory for the model: the driver of a run on a cluster may be a laptop.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipelines.errors import UserError
+from pipelines.settings import Settings
+
+PACKAGE_PREFIX = "package:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetFacts:
+    """`path` is what workers open; the rest identifies it and says how its states are captured."""
+
+    name: str
+    path: str
+    revision: str | None
+    text_config: dict[str, Any]
+    hashes: dict[str, str]
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    stop_token_ids: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.text_config["num_hidden_layers"])
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.text_config["hidden_size"])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.text_config["vocab_size"])
+
+    @property
+    def max_positions(self) -> int | None:
+        """Tokens that the target was made for; None when its config does not say."""
+        return self.text_config.get("max_position_embeddings")
+
+    def contract(self, settings: Settings, *, with_block: bool) -> dict[str, Any]:
+        """The contract between cache, checkpoint and server; the block's fields stay open in a cache."""
+        from dspark.contract import Contract
+
+        drafter = settings.drafter
+        block: dict[str, Any] = (
+            {
+                "block_layout": drafter.block_layout,
+                "block_size": drafter.block_size,
+                "mask_token_id": self.mask_token_id,
+            }
+            if with_block
+            else {}
+        )
+        return Contract(
+            target_name=self.name,
+            target_revision=self.revision,
+            thinking=settings.target.thinking,
+            target_layer_ids=self.target_layer_ids,
+            final_norm_applied=True,
+            **self.hashes,
+            **block,
+        ).to_dict()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def examine_target(settings: Settings) -> TargetFacts:
+    """Find the target (its package, a folder, or the hub at a pinned commit) and read its config and tokenizer."""
+    from transformers import AutoConfig, GenerationConfig
+
+    from dspark.target import (
+        default_layer_ids,
+        default_mask_token_id,
+        hash_tokenizer,
+        hash_weights,
+        open_tokenizer,
+        stop_tokens,
+    )
+
+    wanted = settings.target
+    name, path, revision = _locate(settings)
+    remote = {"trust_remote_code": wanted.trust_remote_code, "revision": revision}
+    config = AutoConfig.from_pretrained(path, **remote)
+    text_config = config.get_text_config()
+    tokenizer = open_tokenizer(path, **remote)
+    if tokenizer is None:
+        raise UserError(f"the target {name!r} has no tokenizer files; put them beside its weights")
+    weights = hash_weights(Path(path))
+    if weights is None:
+        raise UserError(f"the target {name!r} has no *.safetensors file in {path}; save it with `save_pretrained`")
+    generation = GenerationConfig.from_pretrained(path) if Path(path, "generation_config.json").exists() else None
+    layers = settings.drafter.target_layer_ids
+    mask = settings.drafter.mask_token_id
+    return TargetFacts(
+        name=name,
+        path=str(path),
+        revision=revision,
+        text_config=json.loads(text_config.to_json_string(use_diff=False)),
+        hashes={"weights_sha256": weights, **hash_tokenizer(tokenizer)},
+        target_layer_ids=default_layer_ids(text_config.num_hidden_layers) if layers is None else layers,
+        mask_token_id=default_mask_token_id(text_config, tokenizer) if mask is None else mask,
+        stop_token_ids=tuple(sorted(stop_tokens(generation, text_config, tokenizer))),
+    )
+
+
+def _locate(settings: Settings) -> tuple[str, str, str | None]:
+    """(name, local folder, revision) of the target; a hub model is fetched at the commit that is then recorded."""
+    wanted = settings.target
+    if wanted.model.startswith(PACKAGE_PREFIX):
+        from pipelines.data.packaged_target import packaged_target
+
+        folder = packaged_target(wanted.model.removeprefix(PACKAGE_PREFIX))
+        return wanted.model, str(folder), None
+    folder = Path(wanted.model).expanduser()
+    if folder.is_dir():
+        if wanted.revision is not None:
+            raise UserError(f"target.revision is {wanted.revision!r}, but {wanted.model} is a local folder: drop it")
+        return wanted.model, str(folder), None
+    if wanted.model.count("/") > 1 or wanted.model.startswith((".", "~", "/")):
+        raise UserError(f"target.model: the folder {wanted.model!r} does not exist")
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        commit = HfApi().model_info(wanted.model, revision=wanted.revision).sha
+        path = snapshot_download(
+            wanted.model, revision=commit, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+        )
+    except Exception as error:  # the hub client raises many kinds; each becomes one message that names the cure
+        raise UserError(
+            f"target.model: {wanted.model!r} is not a folder and could not be fetched from the Hugging Face hub "
+            f"({type(error).__name__}: {error}); check the name, `hf auth login`, and the network"
+        ) from error
+    return wanted.model, path, commit
