@@ -140,6 +140,8 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: exit code 0, 2 for a user's mistake (one message), 130 when interrupted, 1 for a fault of ours."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' bars are noise in a log
     try:
         app(args=None if arguments is None else list(arguments))
     except KeyboardInterrupt:

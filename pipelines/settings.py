@@ -19,8 +19,7 @@ from pipelines.yaml_files import Document, apply_overrides, parse_text, read_doc
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-FeaturesCodec = Literal["auto", "bf16", "int8", "fp8", "transform", "projected"]
-TeacherCodec = Literal["auto", "bf16", "int8", "fp8", "transform", "sparse", "recomputed"]
+CodecName = Literal["bf16", "bf16-planes", "int8", "fp8", "transform"]
 
 
 class Section(BaseModel):
@@ -88,8 +87,8 @@ class RegenerateSettings(Section):
 class CacheSettings(Section):
     """The target cache."""
 
-    features_codec: FeaturesCodec = "bf16"
-    teacher_codec: TeacherCodec = "bf16"
+    features_codec: CodecName = "bf16"
+    teacher_codec: CodecName = "bf16"
     unit_tokens: Positive = 1_000_000  # tokens in a work unit, which is a shard
     max_length: Positive = 4096  # longer conversations are cut; what is kept stays supervised
     batch_tokens: Positive = 16_384  # tokens in a forward pass, padding included

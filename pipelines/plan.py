@@ -1,0 +1,290 @@
+"""What a run will cost, before it starts: `dspark plan CONFIG`.
+
+1. read the prompts, and take a sample of them, spread evenly;
+2. take the answers that were recorded already, or let the target write those of the sample;
+3. capture the sample's states;
+4. fit every codec on one half of the sample and measure it on the other;
+5. write the sample as a cache with the configured codecs, which measures what else a row costs;
+6. scale up to all prompts, and compare with the reference's raw layout and with the free space.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import TYPE_CHECKING, Any
+
+from pipelines.data.chat import generated_sample, render_prompt, thinks
+from pipelines.data.conversations import Prompt, read_jsonl, read_prompts
+from pipelines.errors import UserError
+from pipelines.progress import Reporter, byte_size, duration
+from pipelines.run import Run
+from pipelines.run_directory import MARKER
+from pipelines.settings import Settings
+
+if TYPE_CHECKING:
+    from dspark.target import Target
+    from storage.target_cache import CacheRow
+
+SAMPLE_ROWS = 24
+PLANNED_CODECS = ("bf16", "bf16-planes", "int8", "fp8", "transform")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One conversation as ids [S] and its supervised spans."""
+
+    sample_id: str
+    ids: list[int]
+    spans: list[tuple[int, int]]
+
+
+def make_plan(settings: Settings, reporter: Reporter, *, rows: int = SAMPLE_ROWS) -> dict[str, Any]:
+    """Tokens, bytes a token by codec, storage in all, steps, and times of one worker on this machine; JSON-like."""
+    from pipelines.target_facts import examine_target
+
+    held_out = [
+        read_prompts(settings.data.calibration, "calibration"),
+        read_prompts(settings.data.evaluation, "evaluation"),
+    ]
+    prompts = read_prompts(settings.data.train, "train").without(*held_out).prompts
+    facts = examine_target(settings)
+    reporter.say(f"opening {facts.name}")
+    target = _open(settings, facts)
+    recorded = _recorded(settings)
+    decode_speed = None
+    if recorded is None:
+        sample = spread(prompts, rows)
+        answers, decode_speed = _answers(settings, target, sample, facts.stop_token_ids, reporter)
+        lengths, exact = [len(answer.ids) for answer in answers], False
+        total_tokens = round(mean(lengths) * len(prompts))
+    else:
+        lengths, exact = [len(answer.ids) for answer in recorded], True
+        total_tokens, answers = sum(lengths), spread(recorded, rows)
+    if len(answers) < 2:
+        raise UserError("a plan is measured on two answers at least; give data.train more prompts")
+    cache_rows, capture_speed = _capture(settings, target, answers, reporter)
+    codecs = measure_codecs(cache_rows, len(facts.target_layer_ids))
+    stored = _write_sample(settings, cache_rows, len(facts.target_layer_ids), facts.hidden_size)
+    raw = 2 * facts.hidden_size * (len(facts.target_layer_ids) + 1)
+    kept = len(recorded) if recorded is not None else len(prompts)
+    train = settings.train
+    epoch_steps = math.ceil(kept / train.global_batch_size)
+    return {
+        "prompts": len(prompts),
+        "conversations": kept,
+        "sample_rows": len(answers),
+        "tokens": total_tokens,
+        "tokens_are_exact": exact,
+        "tokens_standard_error": 0 if exact else round(stdev(lengths) / math.sqrt(len(lengths)) * len(prompts)),
+        "tokens_per_row": round(mean(lengths), 1),
+        "supervised_share": round(
+            sum(b - a for x in answers for a, b in x.spans) / sum(len(x.ids) for x in answers), 4
+        ),
+        "raw_bytes_per_token": raw,
+        "raw_bytes": raw * total_tokens,
+        "codecs": codecs,
+        "configured": {"features": settings.cache.features_codec, "teacher": settings.cache.teacher_codec, **stored},
+        "cache_bytes": round(stored["bytes_per_token"] * total_tokens),
+        "free_bytes": Run(settings).directory.folder.free_bytes(),
+        "max_bytes": settings.cache.max_bytes,
+        "train_steps": min(math.ceil(epoch_steps * train.epochs), train.max_steps or 2**62),
+        "regenerate_seconds": None
+        if decode_speed is None
+        else round(_answer_tokens(answers, prompts) / decode_speed, 1),
+        "capture_seconds": round(total_tokens / capture_speed, 1),
+    }
+
+
+def spread(items: Sequence[Any], count: int) -> list[Any]:
+    """At most `count` of the items, evenly spread over them, in their order."""
+    if len(items) <= count:
+        return list(items)
+    return [items[index * len(items) // count] for index in range(count)]
+
+
+def _open(settings: Settings, facts: Any) -> Target:
+    from dspark.target import Target
+
+    wanted = settings.target
+    return Target.open(
+        facts.path,
+        dtype=wanted.dtype,
+        device=wanted.device,
+        target_layer_ids=facts.target_layer_ids,
+        attn_implementation=wanted.attention,
+        trust_remote_code=wanted.trust_remote_code,
+    )
+
+
+def _recorded(settings: Settings) -> list[Answer] | None:
+    """The conversations of a run whose `regenerate` is complete; None if there are none."""
+    run = Run(settings)
+    if not run.directory.is_local:
+        return None
+    path = run.directory.path("conversations/train.jsonl")
+    record = run.directory.read_json(f"conversations/{MARKER}")
+    if record is None or not record["complete"] or not path.is_file():
+        return None
+    answers = []
+    for place, row in read_jsonl(path):
+        ids, spans = generated_sample(row["prompt_ids"], row["response_ids"], settings.cache.max_length, row=place)
+        if spans and spans[0][1] - spans[0][0] >= settings.data.min_supervised_tokens:
+            answers.append(Answer(sample_id=str(row["id"]), ids=ids, spans=spans))
+    return answers
+
+
+def _answers(
+    settings: Settings, target: Target, prompts: Sequence[Prompt], stop: Sequence[int], reporter: Reporter
+) -> tuple[list[Answer], float]:
+    """The target's own answers to the sample's first questions, and tokens written a second."""
+    from dspark.decoding import Decoder, Request, SamplingConfig
+
+    wanted, seed = settings.regenerate, settings.run.seed
+    requests = [
+        Request(
+            request_id=prompt.prompt_id,
+            prompt_ids=render_prompt(
+                target.tokenizer,
+                prompt.messages,
+                thinking=thinks(settings.target.thinking, seed, prompt.prompt_id),
+                row=prompt.prompt_id,
+            ),
+            max_new_tokens=wanted.max_new_tokens,
+            stop_token_ids=frozenset(stop),
+            seed=seed,
+        )
+        for prompt in prompts
+    ]
+    sampling = SamplingConfig(temperature=wanted.temperature, top_p=wanted.top_p, top_k=wanted.top_k)
+    decoder = Decoder(target, None, sampling=sampling, max_rows=wanted.rows)
+    answers, written, started = [], 0, time.perf_counter()
+    with reporter.task("answers of the sample", total=len(requests), unit="prompts") as task:
+        for done in decoder.generate(requests):
+            written += len(done.output_ids)
+            ids, spans = generated_sample(done.prompt_ids, done.output_ids, settings.cache.max_length)
+            if spans:
+                answers.append(Answer(sample_id=done.request_id, ids=ids, spans=spans))
+            task.advance(1, tokens=written)
+    return sorted(answers, key=lambda answer: answer.sample_id), written / (time.perf_counter() - started)
+
+
+def _answer_tokens(answers: Sequence[Answer], prompts: Sequence[Prompt]) -> float:
+    return mean(sum(end - start for start, end in answer.spans) for answer in answers) * len(prompts)
+
+
+def _capture(
+    settings: Settings, target: Target, answers: Sequence[Answer], reporter: Reporter
+) -> tuple[list[CacheRow], float]:
+    """The sample's states, and tokens a second of the target's forward pass."""
+    import torch
+
+    from storage.target_cache import CacheRow
+
+    rows, seconds = [], 0.0
+    total = sum(len(answer.ids) for answer in answers)
+    with reporter.task("states of the sample", total=total, unit="tokens") as task:
+        for answer in answers:
+            started = time.perf_counter()
+            captured = target.capture(torch.tensor([answer.ids], device=target.device), None)
+            features, last = captured.features[0].to("cpu", torch.bfloat16), captured.last[0].to("cpu", torch.bfloat16)
+            seconds += time.perf_counter() - started
+            rows.append(
+                CacheRow(
+                    sample_id=answer.sample_id, input_ids=answer.ids, spans=answer.spans, features=features, last=last
+                )
+            )
+            task.advance(len(answer.ids))
+    return rows, total / max(seconds, 1e-9)
+
+
+def measure_codecs(rows: Sequence[CacheRow], num_layers: int) -> list[dict[str, Any]]:
+    """Bytes a state and signal-to-noise in dB of each codec, fitted on every other row and measured on the rest."""
+    import torch
+
+    from storage.codecs import CodecSpec, fit_codec, measure
+
+    found = []
+    for name in PLANNED_CODECS:
+        entry: dict[str, Any] = {"codec": name}
+        for part, layers in (("features", num_layers), ("teacher", 1)):
+            sample = [
+                (torch.as_tensor(row.features if part == "features" else row.last).flatten(1), True) for row in rows
+            ]
+            width = sample[0][0].shape[1]
+            codec = fit_codec(CodecSpec(name=name), sample[::2], width=width, layers=layers)
+            measured = measure(codec, sample[1::2], layers=layers)
+            entry[part] = {"bytes": measured["bytes_per_token"], "snr_db": measured.get("snr_db")}
+        found.append(entry)
+    return found
+
+
+def _write_sample(settings: Settings, rows: Sequence[CacheRow], num_layers: int, hidden_size: int) -> dict[str, Any]:
+    """Bytes a token by part, of a cache with the configured codecs that holds the sample."""
+    import torch
+
+    from storage import target_cache as caches
+
+    features = caches.CodecSpec(name=settings.cache.features_codec)
+    teacher = caches.CodecSpec(name=settings.cache.teacher_codec)
+    plan = caches.CachePlan(
+        contract={},
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        samples=[(row.sample_id, len(row.input_ids)) for row in rows],
+        features=features,
+        teacher=teacher,
+    )
+    of_features = [(torch.as_tensor(row.features).flatten(1), True) for row in rows]
+    of_teacher = [(torch.as_tensor(row.last), True) for row in rows]
+    codecs = caches.Codecs(
+        features=caches.fit_codec(features, of_features, width=num_layers * hidden_size, layers=num_layers),
+        teacher=caches.fit_codec(teacher, of_teacher, width=hidden_size),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        caches.create_or_resume(folder, plan, codecs)
+        for unit, (start, stop) in enumerate(plan.units):
+            caches.write_unit(folder, unit, rows[start:stop], codecs)
+        caches.finish(folder)
+        parts = caches.TargetCache.open(folder).info()["bytes_per_token"]
+    return {"bytes_per_token": parts["all"], "parts": {name: size for name, size in parts.items() if name != "all"}}
+
+
+def plan_text(plan: dict[str, Any]) -> str:
+    """The plan for a person."""
+    raw, total = plan["raw_bytes_per_token"], plan["tokens"]
+    doubt = "" if plan["tokens_are_exact"] else f" ± {plan['tokens_standard_error']:,} (standard error of the sample)"
+    lines = [
+        f"{plan['conversations']:,} conversations, {total:,} tokens{doubt}, {plan['tokens_per_row']} a conversation, "
+        f"{plan['supervised_share']:.0%} of them answers; measured on {plan['sample_rows']}",
+        "",
+        f"{'codec':<12} {'features B/token':>17} {'SNR dB':>7} {'teacher B/state':>16} {'SNR dB':>7}",
+    ]
+    for entry in plan["codecs"]:
+        cells = [_cell(entry[part][figure]) for part in ("features", "teacher") for figure in ("bytes", "snr_db")]
+        lines.append(f"{entry['codec']:<12} {cells[0]:>17} {cells[1]:>7} {cells[2]:>16} {cells[3]:>7}")
+    chosen, size = plan["configured"], plan["cache_bytes"]
+    parts = ", ".join(f"{name} {count:,.1f}" for name, count in chosen["parts"].items())
+    lines += [
+        "",
+        f"reference's raw layout: {raw:,} B/token, {byte_size(plan['raw_bytes'])} in all",
+        f"this run ({chosen['features']} features, {chosen['teacher']} teacher): {chosen['bytes_per_token']:,.1f} "
+        f"B/token ({parts}), {byte_size(size)} in all, {raw / chosen['bytes_per_token']:.1f} times smaller",
+        f"training: {plan['train_steps']:,} steps",
+    ]
+    if plan["regenerate_seconds"] is not None:
+        lines.append(f"answers: about {duration(plan['regenerate_seconds'])} with one worker of this machine")
+    lines.append(f"states: about {duration(plan['capture_seconds'])} with one worker of this machine")
+    for limit, what in ((plan["free_bytes"], "free here"), (plan["max_bytes"], "allowed by cache.max_bytes")):
+        if limit is not None:
+            verdict = "fits" if size <= limit else "DOES NOT FIT: choose a smaller codec, fewer prompts or another disk"
+            lines.append(f"{byte_size(limit)} {what}: {verdict}")
+    return "\n".join(lines)
+
+
+def _cell(value: float | None) -> str:
+    return "exact" if value is None else f"{value:,.1f}"

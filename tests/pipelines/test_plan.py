@@ -1,0 +1,70 @@
+"""A plan is measured: tokens from the target's own answers, bytes from encoded states."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.plan import PLANNED_CODECS, make_plan, plan_text, spread
+from pipelines.progress import Reporter
+from pipelines.settings import CodecName, Settings, settings_from_dict
+from storage.codecs import CODECS
+
+
+def settings(folder: Path, target: Path, **sections: dict[str, Any]) -> Settings:
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [f"question {index}"]}) + "\n" for index in range(20)))
+    return settings_from_dict(
+        {
+            "run": {"directory": str(folder / "run")},
+            "target": {"model": str(target), "dtype": "float32", "device": "cpu"},
+            "data": {"train": [{"source": str(prompts)}]},
+            "regenerate": {"max_new_tokens": 20, "rows": 4},
+            "cache": {"features_codec": "int8", "teacher_codec": "bf16", "max_length": 64},
+            "train": {"global_batch_size": 8, "epochs": 2},
+            **sections,
+        }
+    )
+
+
+def test_a_plan_measures_a_sample_and_scales_it(tmp_path: Path, toy_folder: Path) -> None:
+    plan = make_plan(settings(tmp_path, toy_folder), Reporter(quiet=True), rows=6)
+    assert (plan["prompts"], plan["sample_rows"], plan["train_steps"]) == (20, 6, 6)
+    assert plan["raw_bytes_per_token"] == 2 * 64 * 2  # one captured layer and the last state
+    by_name = {entry["codec"]: entry for entry in plan["codecs"]}
+    assert set(by_name) == set(PLANNED_CODECS)
+    assert by_name["bf16"]["features"] == {"bytes": 128.0, "snr_db": None}
+    assert by_name["int8"]["features"]["bytes"] < 80
+    parts = plan["configured"]["parts"]
+    assert sum(parts.values()) == pytest.approx(plan["configured"]["bytes_per_token"], abs=0.1)
+    assert plan["cache_bytes"] == pytest.approx(plan["tokens"] * plan["configured"]["bytes_per_token"], rel=0.01)
+    text = plan_text(json.loads(json.dumps(plan)))
+    assert "reference's raw layout: 256 B/token" in text
+    assert "fits" in text
+
+
+def test_recorded_conversations_are_counted_exactly(tmp_path: Path, toy_folder: Path) -> None:
+    wanted = settings(tmp_path, toy_folder, cache={"max_length": 30, "max_bytes": 10})
+    conversations = tmp_path / "run/conversations"
+    conversations.mkdir(parents=True)
+    (conversations / "stage.json").write_text(json.dumps({"complete": True}))
+    rows = [{"id": str(index), "prompt_ids": [5] * 10, "response_ids": [6] * (15 + index)} for index in range(8)] + [
+        {"id": "short", "prompt_ids": [5] * 10, "response_ids": [6] * 3}
+    ]
+    (conversations / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plan = make_plan(wanted, Reporter(quiet=True), rows=4)
+    assert plan["conversations"] == 8  # the short answer is dropped, as the cache drops it
+    assert plan["tokens"] == sum(min(30, 25 + index) for index in range(8))
+    assert plan["tokens_are_exact"]
+    assert "DOES NOT FIT" in plan_text(plan)
+
+
+def test_spread_takes_from_everywhere() -> None:
+    assert spread(list(range(10)), 5) == [0, 2, 4, 6, 8]
+    assert spread([1, 2], 5) == [1, 2]
+
+
+def test_settings_and_plan_know_codecs_that_exist() -> None:
+    assert set(CodecName.__args__) == set(PLANNED_CODECS)
+    assert set(PLANNED_CODECS) <= set(CODECS)
