@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -36,8 +37,24 @@ def some_requests(count: int = 7, new_tokens: int = 14, stops: frozenset[int] = 
     ]
 
 
+@cache
+def shared_target(kind: str = "llama") -> Any:
+    return tiny_target(kind)
+
+
+_REFERENCES: dict[Any, tuple[list[int], list[float]]] = {}
+
+
 def greedy_reference(target: Any, request: Request) -> tuple[list[int], list[float]]:
     """The slow loop: the whole sequence through the unmodified model for every token."""
+    key = (target, tuple(request.prompt_ids), request.max_new_tokens, request.stop_token_ids)
+    if key not in _REFERENCES:
+        _REFERENCES[key] = _greedy_reference(target, request)
+    return _REFERENCES[key]
+
+
+@torch.no_grad()
+def _greedy_reference(target: Any, request: Request) -> tuple[list[int], list[float]]:
     ids, gaps = list(request.prompt_ids), []
     for _ in range(request.max_new_tokens):
         logits = target.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
@@ -82,7 +99,7 @@ def a_drafter(target: Any, kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma4"])
 @pytest.mark.parametrize("max_rows", [1, 3])
 def test_plain_greedy_equals_the_full_forward(kind: str, max_rows: int) -> None:
-    target = tiny_target(kind)
+    target = shared_target(kind)
     requests = some_requests(5)
     done = {c.request_id: c for c in Decoder(target, max_rows=max_rows, record_gaps=True).generate(requests)}
     assert sorted(done) == sorted(r.request_id for r in requests)
@@ -95,7 +112,7 @@ def test_plain_greedy_equals_the_full_forward(kind: str, max_rows: int) -> None:
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn", "dflash", "mask-first", "reduced", "eagle3"])
 def test_speculative_greedy_equals_plain_with_any_drafter(kind: str) -> None:
-    target = tiny_target()
+    target = shared_target()
     requests = some_requests()
     for max_rows in (1, 4):
         decoder = Decoder(target, a_drafter(target, kind), max_rows=max_rows)
@@ -128,7 +145,7 @@ def check_events(completion: Completion) -> None:
     "config", [SamplingConfig(temperature=0.8), SamplingConfig(temperature=1.0, top_p=0.9, top_k=30)]
 )
 def test_sampling_does_not_depend_on_the_batch(algorithm: str, config: SamplingConfig) -> None:
-    target = tiny_target()
+    target = shared_target()
     drafter = a_drafter(target, algorithm)
     outputs = []
     for max_rows in (1, 3, 8):
@@ -142,7 +159,7 @@ def test_sampling_does_not_depend_on_the_batch(algorithm: str, config: SamplingC
 
 
 def test_a_perfect_drafter_commits_whole_blocks() -> None:
-    target = tiny_target()
+    target = shared_target()
     request = some_requests(1, new_tokens=17)[0]
     expected, _ = greedy_reference(target, request)
     start = len(request.prompt_ids)
@@ -162,7 +179,7 @@ def test_a_perfect_drafter_commits_whole_blocks() -> None:
 
 
 def test_stop_token_inside_the_accepted_prefix() -> None:
-    target = tiny_target()
+    target = shared_target()
     base = some_requests(1, new_tokens=17)[0]
     expected, _ = greedy_reference(target, base)
     start = len(base.prompt_ids)
@@ -202,7 +219,7 @@ def test_commit_ends_an_answer_in_one_place() -> None:
 
 
 def test_requests_that_cannot_be_decoded_are_named() -> None:
-    target = tiny_target()
+    target = shared_target()
     good = some_requests(1)[0]
     decoder = Decoder(target, max_length=40)
     assert decoder.why_not(good) is None
@@ -232,7 +249,7 @@ def test_a_drafter_for_another_target_is_refused() -> None:
 
 
 def test_wrong_temperature_table_is_refused() -> None:
-    target = tiny_target()
+    target = shared_target()
     with pytest.raises(RequestError, match="5 calibrated temperatures"):
         Decoder(target, a_drafter(target, "vanilla"), temperatures=[1.0] * 5, length_policy=FullBlock())
 
