@@ -1,0 +1,304 @@
+"""Run the target over the conversations and keep what it thinks, compressed, in the target cache.
+
+1. Cut conversations to the length limit, order them, and plan the cache: rows, work units, codecs, contract.
+2. If a codec has statistics to fit, one worker captures a sample of rows and fits it; then the cache is created.
+3. Ray workers capture unit after unit, in batches of like length, and write each as one committed shard.
+   The worker then audits some of its rows: it runs the target again, alone, over what a reader gets, and compares the
+   teacher's distribution.
+4. Audit what an interrupted build left unaudited.
+5. Close the cache: from here on it opens with `datasets.load_from_disk`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pipelines.data.chat import generated_sample
+from pipelines.errors import UserError
+from pipelines.settings import Settings
+from pipelines.stages.regenerate import read_conversations
+from pipelines.stages.workers import on_pool, open_target, session
+from pipelines.target_facts import TargetFacts, examine_target
+from storage.filesystems import Folder
+from storage.target_cache import CachePlan, CacheRow, CodecSpec, TargetCache, create_or_resume, finish, write_unit
+
+if TYPE_CHECKING:
+    from pipelines.progress import Reporter
+    from pipelines.run import Run
+
+FIT_TOKENS = 8192  # tokens whose states codecs are fitted on
+# Largest mean total variation between a reader's teacher and the live target. A layer too early, a missing norm or
+# another row's states give 0.5 and more; coding gives a few hundredths.
+AUDIT_BOUND_EXACT, AUDIT_BOUND_LOSSY = 0.03, 0.15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """One row to capture; `spans` are supervised."""
+
+    sample_id: str
+    input_ids: list[int]
+    spans: list[tuple[int, int]]
+    extra: dict[str, Any]
+
+
+def identity(settings: Settings, run: Run) -> dict[str, Any]:
+    """The contract, the codecs, and how rows are cut and ordered."""
+    facts = examine_target(settings)
+    return {
+        "contract": facts.contract(settings, with_block=False),
+        "dtype": settings.target.dtype,
+        "features_codec": settings.cache.features_codec,
+        "teacher_codec": settings.cache.teacher_codec,
+        "max_length": settings.cache.max_length,
+        "unit_tokens": settings.cache.unit_tokens,
+    }
+
+
+def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
+    """Make `cache/`."""
+    facts = examine_target(settings)
+    root = run.location("cache")
+    rows, plan = plan_cache(settings, facts, Folder(run.location("regenerate")), run.identity("regenerate"))
+    chosen = {row.sample_id for row in _spread(rows, settings.cache.audit_rows)}
+    audited: dict[str, float] = {}
+    make_worker = partial(CaptureWorker, settings, facts, root)
+    with session(settings, root):
+        committed = _create(settings, make_worker, plan, rows, root)
+        todo = []
+        for number, (start, stop) in enumerate(plan.units):
+            if number not in committed:
+                todo.append(CaptureUnit(number=number, rows=tuple(rows[start:stop]), audit=frozenset(chosen)))
+        done = plan.tokens - sum(unit.tokens for unit in todo)
+        with reporter.task("capturing states", plan.tokens, "tokens", done) as task:
+
+            def finished(unit: CaptureUnit, result: dict[str, Any]) -> None:
+                audited.update(result["audit"])
+                task.advance(unit.tokens, bytes_per_token=result["bytes_per_token"])
+
+            def run_pool(units: Sequence[CaptureUnit], workers: int) -> None:
+                on_pool(settings, make_worker, units, workers=workers, on_result=finished, unit_name=str)
+
+            if todo:
+                run_pool(todo, settings.cache.workers)
+            left = chosen - set(audited)
+            if left:
+                run_pool([CaptureUnit(number=None, rows=(), audit=frozenset(left))], 1)
+    audit = _judge(audited, settings)
+    finish(root, notes={"audit": audit})
+    info = TargetCache.open(root).info()
+    return {
+        "rows": info["rows"],
+        "tokens": info["tokens"],
+        "bytes": info["bytes"],
+        "bytes_per_token": info["bytes_per_token"]["all"],
+        "reference_bytes_per_token": info["raw_bytes_per_token"],
+        "times_smaller": info["times_smaller"],
+        "skipped": info["skipped"],
+        "audit": audit,
+    }
+
+
+def plan_cache(
+    settings: Settings, facts: TargetFacts, conversations: Folder, source_identity: str
+) -> tuple[list[Conversation], CachePlan]:
+    """The rows to capture, in the conversations' order, and the plan that fixes the cache."""
+    rows: list[Conversation] = []
+    skipped: dict[str, list[str]] = {"empty": [], "unsupervised after the cut": []}
+    longest = 0
+    for row in read_conversations(conversations):
+        longest = max(longest, len(row["prompt_ids"]) + len(row["response_ids"]))
+        if not row["response_ids"]:
+            skipped["empty"].append(row["id"])
+            continue
+        ids, spans = generated_sample(row["prompt_ids"], row["response_ids"], settings.cache.max_length, row=row["id"])
+        if not spans:
+            skipped["unsupervised after the cut"].append(row["id"])
+            continue
+        extra = {key: row[key] for key in ("domain", "thinking", "finish_reason")}
+        rows.append(Conversation(sample_id=row["id"], input_ids=ids, spans=spans, extra=extra))
+    if not rows:
+        raise UserError(
+            f"no conversation has a supervised token within cache.max_length={settings.cache.max_length} (the longest "
+            f"has {longest} tokens): raise it"
+        )
+    plan = CachePlan(
+        contract=facts.contract(settings, with_block=False),
+        num_layers=len(facts.target_layer_ids),
+        hidden_size=facts.hidden_size,
+        samples=[(row.sample_id, len(row.input_ids)) for row in rows],
+        features=CodecSpec(name=settings.cache.features_codec),
+        teacher=CodecSpec(name=settings.cache.teacher_codec),
+        unit_tokens=settings.cache.unit_tokens,
+        inputs={"conversations": source_identity, "dtype": settings.target.dtype},
+        skipped={reason: ids for reason, ids in skipped.items() if ids},
+        max_bytes=settings.cache.max_bytes,
+    )
+    return rows, plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureUnit:
+    """A shard to write (or none, to audit only), and the sample ids whose stored rows are audited if they are there."""
+
+    number: int | None
+    rows: tuple[Conversation, ...]
+    audit: frozenset[str]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(row.input_ids) for row in self.rows)
+
+    def __str__(self) -> str:
+        return "audit" if self.number is None else f"{self.number} ({len(self.rows)} rows)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitUnit:
+    """Rows whose states the codecs are fitted on, for the cache that the plan describes."""
+
+    rows: tuple[Conversation, ...]
+    plan: CachePlan
+
+
+class CaptureWorker:
+    """Holds the target; captures, encodes and writes one unit after the other."""
+
+    def __init__(self, settings: Settings, facts: TargetFacts, root: str) -> None:
+        self.settings, self.root = settings, root
+        self.target = open_target(settings, facts)
+        self.target.check_head()
+
+    def run(self, unit: CaptureUnit | FitUnit) -> dict[str, Any]:
+        if isinstance(unit, FitUnit):
+            create_or_resume(self.root, unit.plan, lambda: self._fit(unit))
+            return {}
+        record = {"context_bytes": 0, "teacher_bytes": 0}
+        if unit.number is not None:
+            record = write_unit(self.root, unit.number, self._capture(unit.rows))
+        size = record["context_bytes"] + record["teacher_bytes"]
+        return {"bytes_per_token": size / max(unit.tokens, 1), "audit": self._audit(unit)}
+
+    def _capture(self, rows: Sequence[Conversation]) -> Iterator[CacheRow]:
+        """Rows in their order; batches are made of rows of like length."""
+        captured: dict[str, CacheRow] = {}
+        for batch in _batches(rows, self.settings.cache.batch_tokens):
+            captured.update((row.sample_id, row) for row in self._forward(batch))
+        for row in rows:
+            yield captured.pop(row.sample_id)
+
+    def _forward(self, batch: Sequence[Conversation]) -> Iterator[CacheRow]:
+        import torch
+
+        longest = max(len(row.input_ids) for row in batch)
+        input_ids = torch.zeros(len(batch), longest, dtype=torch.long)
+        mask = torch.zeros(len(batch), longest, dtype=torch.long)
+        for index, row in enumerate(batch):
+            input_ids[index, : len(row.input_ids)] = torch.tensor(row.input_ids)
+            mask[index, : len(row.input_ids)] = 1
+        states = self.target.capture(input_ids, mask)
+        features, last = states.features.to("cpu", torch.bfloat16), states.last.to("cpu", torch.bfloat16)
+        for index, row in enumerate(batch):
+            length = len(row.input_ids)
+            yield CacheRow(
+                sample_id=row.sample_id,
+                input_ids=row.input_ids,
+                spans=row.spans,
+                features=features[index, :length].clone(),
+                last=last[index, :length].clone(),
+                extra=row.extra,
+            )
+
+    def _fit(self, unit: FitUnit) -> Any:
+        from storage.records import teacher_positions
+        from storage.target_cache import Codecs, fit_codec
+
+        rows = list(self._capture(unit.rows))
+        plan = unit.plan
+        context = [(row.features, True) for row in rows]
+        teacher = []
+        for row in rows:
+            positions = teacher_positions(row.spans, len(row.input_ids))
+            teacher.append((row.last[positions], bool(positions[0] == 0)))  # type: ignore[index]
+        assert plan.teacher is not None
+        return Codecs(
+            features=fit_codec(
+                plan.features, context, width=plan.num_layers * plan.hidden_size, layers=plan.num_layers
+            ),
+            teacher=fit_codec(plan.teacher, teacher, width=plan.hidden_size),
+        )
+
+    def _audit(self, unit: CaptureUnit) -> dict[str, float]:
+        """Mean total variation, by sample id, between the stored teacher and the target run over the row alone."""
+        import torch
+
+        wanted = unit.audit if unit.number is None else unit.audit & {row.sample_id for row in unit.rows}
+        if not wanted:
+            return {}
+        cache = TargetCache.open(self.root, partial=True)
+        found = {}
+        for index, sample_id in enumerate(cache.sample_ids):
+            if sample_id not in wanted:
+                continue
+            row = cache.row(index)
+            exact = self.target.capture(row.input_ids.long()[None]).last[0, row.teacher_positions]
+            stored = row.last_states.to(exact.device, exact.dtype)
+            p, q = (torch.softmax(self.target.logits(states).float(), -1) for states in (exact, stored))
+            found[sample_id] = float(0.5 * (p - q).abs().sum(-1).mean())
+        return found
+
+
+def _create(settings: Settings, make_worker: Any, plan: CachePlan, rows: list[Conversation], root: str) -> set[int]:
+    """Create the cache, its codecs fitted by a worker if they have statistics; the units already committed."""
+    fitted = {settings.cache.features_codec, settings.cache.teacher_codec} - {"bf16", "bf16-planes"}
+    if fitted and not Folder(root).exists("manifest.json"):
+        sample = _spread(rows, max(8, FIT_TOKENS * len(rows) // plan.tokens))
+        on_pool(
+            settings,
+            make_worker,
+            [FitUnit(rows=tuple(sample), plan=plan)],
+            workers=1,
+            on_result=lambda unit, result: None,
+            unit_name=lambda unit: "fit of the codecs",
+        )
+    return create_or_resume(root, plan)
+
+
+def _judge(audited: dict[str, float], settings: Settings) -> dict[str, Any]:
+    """The audit's figures. Raises UserError when stored and live teacher are too far apart for the codec."""
+    if not audited:
+        return {"rows": 0}
+    mean = sum(audited.values()) / len(audited)
+    exact = settings.cache.teacher_codec in ("bf16", "bf16-planes")
+    bound = AUDIT_BOUND_EXACT if exact else AUDIT_BOUND_LOSSY
+    worst = max(audited, key=lambda sample_id: audited[sample_id])
+    if not mean <= bound:
+        raise UserError(
+            f"the audit failed: the stored teacher is {mean:.3f} (total variation) from the live target on "
+            f"{len(audited)} rows, at most {bound} was expected with cache.teacher_codec={settings.cache.teacher_codec} "
+            f"(worst row {worst!r}: {audited[worst]:.3f}). The target or its dtype changed during the build, or the "
+            "codec is too coarse: choose a finer one"
+        )
+    return {"rows": len(audited), "mean_total_variation": mean, "worst": {"row": worst, "value": audited[worst]}}
+
+
+def _batches(rows: Sequence[Conversation], budget: int) -> Iterator[list[Conversation]]:
+    """Rows of like length together, at most `budget` tokens a batch with its padding."""
+    batch: list[Conversation] = []
+    for row in sorted(rows, key=lambda row: len(row.input_ids)):
+        if batch and (len(batch) + 1) * len(row.input_ids) > budget:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def _spread(rows: Sequence[Conversation], count: int) -> list[Conversation]:
+    """At most `count` rows, evenly spread."""
+    if count >= len(rows):
+        return list(rows)
+    return [rows[index * len(rows) // count] for index in range(count)]
