@@ -278,7 +278,7 @@ def _judge(audited: dict[str, float], settings: Settings) -> dict[str, Any]:
     if not mean <= bound:
         raise UserError(
             f"the audit failed: the stored teacher is {mean:.3f} (total variation) from the live target on "
-            f"{len(audited)} rows, at most {bound} was expected with cache.teacher_codec={settings.cache.teacher_codec} "
+            f"{len(audited)} rows, at most {bound} was expected of cache.teacher_codec={settings.cache.teacher_codec} "
             f"(worst row {worst!r}: {audited[worst]:.3f}). The target or its dtype changed during the build, or the "
             "codec is too coarse: choose a finer one"
         )

@@ -124,10 +124,12 @@ def answer(
 ) -> list[dict[str, Any]]:
     """Conversation rows in the prompts' order; every turn is asked with the target's own earlier answers before it.
 
-    A conversation stops early, and says so in `finish_reason`, when the next prompt no longer fits the target's context.
+    A conversation stops early, and says so in `finish_reason`, when the next prompt does not fit the context any more.
     """
     rows = [_new_row(prompt, settings, facts) for prompt in prompts]
-    pending = [(row, [prompt.messages[-1]["content"], *prompt.later_turns]) for row, prompt in zip(rows, prompts)]
+    pending = [
+        (row, [prompt.messages[-1]["content"], *prompt.later_turns]) for row, prompt in zip(rows, prompts, strict=True)
+    ]
     for turn in range(max(len(turns) for _, turns in pending)):
         asked = {}
         for row, turns in pending:
