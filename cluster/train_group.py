@@ -24,8 +24,8 @@ def run_group(
 ) -> None:
     """Run `train_fn(config)` on `num_workers` ranks with a torch process group (nccl on GPUs, gloo elsewhere).
 
-    `train_fn` finds its own last checkpoint when it starts: after a worker is lost the whole group starts again, at most
-    `max_failures` times.
+    `train_fn` finds its own last checkpoint when it starts: after a worker is lost the whole group starts again, at
+    most `max_failures` times.
 
     Raises:
         TrainingFailed: a worker raised, or was lost more often than that.

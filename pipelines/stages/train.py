@@ -1,0 +1,130 @@
+"""Train the drafter on the target cache.
+
+1. Check that the settings fit the cache and count the steps.
+2. Train under DeepSpeed on a Ray Train group, which goes on from the newest checkpoint after any loss.
+3. Meanwhile, show its log.
+
+`checkpoints/` holds `step-…` folders (the last ones), `log.jsonl`, and `final/`: the drafter in its published layout.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelines.errors import UserError
+from pipelines.settings import Settings
+from pipelines.stages.workers import session
+from pipelines.target_facts import examine_target
+
+if TYPE_CHECKING:
+    from pipelines.progress import Reporter, Task
+    from pipelines.run import Run
+
+
+def identity(settings: Settings, run: Run) -> dict[str, Any]:
+    """The drafter and everything that decides a step; not how the work is split."""
+    facts = examine_target(settings)
+    split = {"ranks", "pack_budget", "zero_stage", "checkpoint_every", "keep_last", "log_every", "max_failures"}
+    train = settings.train.model_dump(mode="json", exclude=split | {"gradient_checkpointing"})
+    return {
+        "contract": facts.contract(settings, with_block=True),
+        "drafter": settings.drafter.model_dump(mode="json"),
+        "initial_weights": _weights_identity(settings.drafter.initial_weights),
+        "train": train,
+        "seed": settings.run.seed,
+    }
+
+
+def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
+    """Make `checkpoints/`."""
+    from cluster.train_group import run_group
+    from pipelines.training.loop import FINAL, LOG, TrainingTask, drafter_config, read_log, train_rank
+    from storage.target_cache import TargetCache
+
+    if settings.drafter.algorithm == "eagle3":
+        raise UserError("drafter.algorithm=eagle3 can be decoded but not trained here yet; use dspark or dflash")
+    facts = examine_target(settings)
+    output = Path(run.directory.path("checkpoints"))
+    cache = TargetCache.open(run.location("cache"))
+    drafter_config(settings, facts)  # raises for settings that no drafter can have
+    total = count_steps(settings, len(cache))
+    task = TrainingTask(
+        settings=settings, facts=facts, cache=run.location("cache"), output=str(output), total_steps=total
+    )
+    with (
+        session(settings, str(output)),
+        reporter.task(f"training on {len(cache)} conversations", total, "steps", _last_step(output / LOG)) as shown,
+        _following(output / LOG, shown),
+    ):
+        run_group(
+            train_rank,
+            {"task": task},
+            num_workers=settings.train.ranks,
+            cpus_per_worker=settings.cluster.cpus_per_worker,
+            use_gpu=settings.cluster.gpus_per_worker > 0,
+            max_failures=settings.train.max_failures,
+            storage_path=str(output / "ray"),
+        )
+    log = read_log(output / LOG)
+    keep = ("loss", "tau_probabilistic", "acceptance@0", "skipped_steps")
+    return {"steps": total, "drafter": f"checkpoints/{FINAL}", **{key: log[-1].get(key) for key in keep}}
+
+
+def count_steps(settings: Settings, samples: int) -> int:
+    """Optimizer steps of the whole training."""
+    from storage.order import steps_per_epoch
+
+    train = settings.train
+    steps = max(1, round(train.epochs * steps_per_epoch(samples, train.global_batch_size)))
+    return steps if train.max_steps is None else min(steps, train.max_steps)
+
+
+def _weights_identity(start: str) -> str:
+    """`random` and `target` speak for themselves; a published drafter counts by its content."""
+    if start in ("random", "target"):
+        return start
+    import hashlib
+
+    path = Path(start, "model.safetensors")
+    if not path.is_file():
+        raise UserError(f"drafter.initial_weights: {start!r} is neither random, target, nor a folder with {path.name}")
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _last_step(log: Path) -> int:
+    from pipelines.training.loop import read_log
+
+    lines = read_log(log)
+    return int(lines[-1]["step"]) if lines else 0
+
+
+@contextmanager
+def _following(log: Path, task: Task) -> Iterator[None]:
+    """Show the newest line of the log every second."""
+    from pipelines.training.loop import read_log
+
+    stop = threading.Event()
+
+    def show() -> None:
+        lines = read_log(log)
+        if lines and lines[-1]["step"] != task.done:
+            line = lines[-1]
+            task.update(line["step"], loss=line["loss"], tau=line.get("tau_probabilistic", 0.0))
+
+    def follow() -> None:
+        while not stop.wait(1.0):
+            show()
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        show()
