@@ -1,7 +1,8 @@
 """Attention of packed draft blocks, from one description of who sees whom.
 
-T context tokens of Q sequences, N blocks of G slots, H heads, K key heads, D head size. A slot sees the context
-tokens of its own sequence strictly before its block's anchor, and every slot of its own block, both ways.
+T context tokens of Q sequences, N blocks of G slots and G' own keys (as many, except in EAGLE-3's unrolled steps),
+H heads, K key heads, D head size. A slot sees the context tokens of its own sequence strictly before its block's
+anchor, and every slot of its own block, both ways.
 `BlockLayout.allows` states exactly that; the three implementations are flex attention (GPU), a two-part product
 that never computes a masked block-to-block score (CPU), and dense SDPA (the plain statement, for comparison).
 """
@@ -18,8 +19,8 @@ from torch import Tensor
 
 Implementation = Literal["auto", "flex", "two-part", "sdpa"]
 
-# Blocks of one product in the two-part path: their context is cut at the last of their anchors.
-_BLOCKS_A_CHUNK = 16
+# Slots of one product in the two-part path: the context of its blocks is cut at the last of their anchors.
+_SLOTS_A_CHUNK = 112
 
 
 @dataclass(frozen=True)
@@ -41,26 +42,27 @@ class BlockLayout:
     block_starts: Tensor  # [Q+1] i64, blocks are grouped by sequence
     block_sequence: Tensor  # [N] i64
     block_anchor: Tensor  # [N] i64, index of the anchor token
-    slots: int  # G, slots fed to the backbone
+    slots: int  # G, queries of a block
+    own_keys: int | None = None  # keys of a block, all visible to its queries; None for as many as queries
     implementation: Implementation = "auto"
     _flex_mask: list[Any] = field(default_factory=list, repr=False)
 
     @cached_property
     def index_arrays(self) -> dict[str, Tensor]:
-        """The mask as per-index arrays: queries are the N*G slots, keys the T context tokens and then the slots."""
+        """The mask as per-index arrays: queries are the N*G slots, keys the T context tokens, then the blocks' own."""
         device, blocks = self.block_anchor.device, len(self.block_anchor)
         tokens = int(self.sequence_starts[-1])
         lengths = self.sequence_starts.diff()
         token_sequence = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
-        slot_block = torch.arange(blocks, device=device).repeat_interleave(self.slots)
-        slot_sequence = self.block_sequence[slot_block]
+        query_block = torch.arange(blocks, device=device).repeat_interleave(self.slots)
+        own_block = torch.arange(blocks, device=device).repeat_interleave(self.own_keys or self.slots)
         return {
-            "query_sequence": slot_sequence,
-            "query_block": slot_block,
-            "query_anchor": self.block_anchor[slot_block],
-            "key_sequence": torch.cat([token_sequence, slot_sequence]),
-            "key_block": torch.cat([torch.full((tokens,), -1, device=device), slot_block]),
-            "key_token": torch.cat([torch.arange(tokens, device=device), torch.full_like(slot_block, tokens)]),
+            "query_sequence": self.block_sequence[query_block],
+            "query_block": query_block,
+            "query_anchor": self.block_anchor[query_block],
+            "key_sequence": torch.cat([token_sequence, self.block_sequence[own_block]]),
+            "key_block": torch.cat([torch.full((tokens,), -1, device=device), own_block]),
+            "key_token": torch.cat([torch.arange(tokens, device=device), torch.full_like(own_block, tokens)]),
         }
 
     def allows(self, query: Tensor, key: Tensor) -> Tensor:
@@ -71,7 +73,7 @@ class BlockLayout:
         return (a["query_sequence"][query] == a["key_sequence"][key]) & (before_anchor | own_block)
 
     def dense_mask(self) -> Tensor:
-        """[N*G, T + N*G] bool."""
+        """[N*G, T + N*G'] bool."""
         a, device = self.index_arrays, self.block_anchor.device
         queries = torch.arange(len(a["query_block"]), device=device)
         keys = torch.arange(len(a["key_block"]), device=device)
@@ -82,10 +84,10 @@ class BlockLayout:
         """The work list of the two-part path."""
         starts, blocks = self.sequence_starts.tolist(), self.block_starts.tolist()
         anchors = self.block_anchor.tolist()
-        found = []
+        found, at_once = [], max(1, _SLOTS_A_CHUNK // self.slots)
         for sequence, start in enumerate(starts[:-1]):
-            for first in range(blocks[sequence], blocks[sequence + 1], _BLOCKS_A_CHUNK):
-                last = min(first + _BLOCKS_A_CHUNK, blocks[sequence + 1])
+            for first in range(blocks[sequence], blocks[sequence + 1], at_once):
+                last = min(first + at_once, blocks[sequence + 1])
                 stop = max(anchors[first:last])
                 hidden = None
                 if min(anchors[first:last]) < stop:
@@ -97,13 +99,12 @@ class BlockLayout:
     def attend(self, q: Tensor, context_kv: tuple[Tensor, Tensor], k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention output [N, G, H, D] of slot queries q [N, G, H, D].
 
-        context_kv are keys and values [T, K, D] of the context; k, v [N, G, K, D] those of the slots.
+        context_kv are keys and values [T, K, D] of the context; k, v [N, G', K, D] those of the block itself.
         """
         chosen = self.implementation
         if chosen == "auto":
             chosen = "flex" if q.is_cuda else "two-part"
         if chosen == "two-part":
-            # Called as a plain function so that autograd sees five tensors and one opaque layout.
             return _TwoPart.apply(q, *context_kv, k, v, scale, self)
         shape = q.shape
         q = q.flatten(0, 1).transpose(0, 1)[None]  # [1, H, N*G, D]
@@ -174,7 +175,7 @@ class _TwoPart(torch.autograd.Function):
             .reshape(key_heads, blocks, group * slots, size)
         )
         ck, cv = (tensor.transpose(0, 1).contiguous() for tensor in (context_k, context_v))  # [K, T, D]
-        own_k, own_v = (tensor.permute(2, 0, 1, 3).contiguous() for tensor in (k, v))  # [K, N, G, D]
+        own_k, own_v = (tensor.permute(2, 0, 1, 3).contiguous() for tensor in (k, v))  # [K, N, G', D]
         out = torch.empty_like(q_rows)
         for chunk in layout.chunks:
             far, near = _probabilities(q_rows, ck, own_k, chunk)
@@ -221,7 +222,7 @@ class _TwoPart(torch.autograd.Function):
 
 
 def _probabilities(q_rows: Tensor, ck: Tensor, own_k: Tensor, chunk: _Chunk) -> tuple[Tensor, Tensor]:
-    """Softmax over context and own block together: [K, n, group*G, L] and [K, n, group*G, G]."""
+    """Softmax over context and own block together: [K, n, group*G, L] and [K, n, group*G, G']."""
     rows = slice(chunk.first, chunk.last)
     queries = q_rows[:, rows]
     near = queries @ own_k[:, rows].transpose(-1, -2)

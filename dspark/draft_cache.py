@@ -23,12 +23,15 @@ class DraftCache:
         dtype: torch.dtype,
         device: torch.device,
         capacity: int = 256,
+        state_size: int | None = None,
     ) -> None:
         shape = (rows, key_heads, capacity, head_dim)
         # Zeros, since a masked key still takes part in a product and must be finite.
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.lengths = torch.zeros(rows, dtype=torch.long)  # [B] context tokens, on the CPU
+        # [B, d] projected state of each row's last context token, where the drafter starts from it
+        self.last_states = None if state_size is None else torch.zeros(rows, state_size, dtype=dtype, device=device)
 
     @property
     def rows(self) -> int:
@@ -53,12 +56,16 @@ class DraftCache:
         index = index.to(self.device)
         self.keys = [keys[index] for keys in self.keys]
         self.values = [values[index] for values in self.values]
+        if self.last_states is not None:
+            self.last_states = self.last_states[index]
 
     def add_rows(self, count: int) -> None:
         """Append empty rows."""
         self.lengths = F.pad(self.lengths, (0, count))
         self.keys = [F.pad(keys, (0, 0, 0, 0, 0, 0, 0, count)) for keys in self.keys]
         self.values = [F.pad(values, (0, 0, 0, 0, 0, 0, 0, count)) for values in self.values]
+        if self.last_states is not None:
+            self.last_states = F.pad(self.last_states, (0, 0, 0, count))
 
     def move_row(self, source: int, to: int) -> None:
         """Row `source` takes the place of row `to`."""
@@ -66,6 +73,16 @@ class DraftCache:
         for tensor in (*self.keys, *self.values):
             tensor[to, :, :length] = tensor[source, :, :length]
         self.lengths[to] = length
+        if self.last_states is not None:
+            self.last_states[to] = self.last_states[source]
+
+    def keep_last_states(self, token_rows: Tensor, states: Tensor) -> None:
+        """Of states [M, d] at token_rows [M], keep each row's last one."""
+        assert self.last_states is not None
+        # Rows come one after another: a token is its row's last where the next one belongs to another row.
+        ends = torch.ones_like(token_rows, dtype=torch.bool)
+        ends[:-1] = token_rows[1:] != token_rows[:-1]
+        self.last_states[token_rows[ends]] = states[ends]
 
     def take_slots(
         self, lengths: Tensor | list[int], rows: Tensor | list[int] | None, width: int

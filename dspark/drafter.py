@@ -225,15 +225,7 @@ class Drafter(nn.Module):
 
     def share_target(self, embedding: Tensor, head: Tensor) -> None:
         """Take the target's embedding and head [V, d], frozen, without a copy where dtype and device agree."""
-        shape = (self.config.vocab_size, self.config.hidden_size)
-        if tuple(embedding.shape) != shape or tuple(head.shape) != shape:
-            raise SettingError(
-                f"the target's embedding is {tuple(embedding.shape)} and its head {tuple(head.shape)}; "
-                f"the drafter is configured for {shape} (options `vocab_size`, `hidden_size`)"
-            )
-        for module, weight in ((self.embed_tokens, embedding), (self.lm_head, head)):
-            shared = weight.detach().to(self.device, self.dtype)
-            module.weight = nn.Parameter(shared, requires_grad=False)
+        share_target(self, self.config, embedding, head)
 
     def initialise_random(self, seed: int = 0) -> None:
         """Normal weights, standard deviation 0.02; a sequential head starts without an effect. Global state is kept."""
@@ -255,6 +247,19 @@ class Drafter(nn.Module):
         if FAMILIES[self.config.family].scaled_embedding:
             x = x * torch.tensor(math.sqrt(size), dtype=x.dtype)
         return x
+
+
+def share_target(drafter: Any, config: DrafterConfig, embedding: Tensor, head: Tensor) -> None:
+    """Make embedding and head [V, d] the drafter's, frozen. Raises SettingError for other shapes."""
+    shape = (config.vocab_size, config.hidden_size)
+    if tuple(embedding.shape) != shape or tuple(head.shape) != shape:
+        raise SettingError(
+            f"the target's embedding is {tuple(embedding.shape)} and its head {tuple(head.shape)}; "
+            f"the drafter is configured for {shape} (options `vocab_size`, `hidden_size`)"
+        )
+    for module, weight in ((drafter.embed_tokens, embedding), (drafter.lm_head, head)):
+        shared = weight.detach().to(drafter.device, drafter.dtype)
+        module.weight = nn.Parameter(shared, requires_grad=False)
 
 
 def save_drafter(drafter: nn.Module, path: str | Path, target_text_config: Any, *, with_shared: bool = True) -> None:

@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from golden_cases import BLOCK_DRAFTERS, arrays, draft_logits, packed, plain_loss
 
 from dspark import load_drafter
 from dspark.config import DrafterConfig
+from dspark.packing import PackedBatch
 
 
 @pytest.mark.parametrize("name", BLOCK_DRAFTERS)
@@ -97,3 +99,70 @@ def test_config_round_trip(golden: Path, name: str) -> None:
     written = config.to_checkpoint(values)
     assert DrafterConfig.from_checkpoint(written) == config
     assert {key: written[key] for key in values} == values
+
+
+def eagle_case(golden: Path) -> tuple[Any, Any, dict[str, Any], PackedBatch]:
+    drafter = load_drafter(golden / "eagle3_qwen3" / "checkpoint")
+    case = arrays(golden / "eagle3_qwen3" / "train_forward.npz")
+    rows, length = case["input_ids"].shape
+    # Every position t is a block with anchor t + 1.
+    every = case | {
+        "anchor_positions": np.tile(np.arange(1, length), (rows, 1)),
+        "block_keep_mask": np.ones((rows, length - 1), dtype=bool),
+    }
+    return drafter, drafter.config, case, packed(every, drafter.block_size)
+
+
+def test_eagle3_unrolled_steps(golden: Path) -> None:
+    drafter, config, case, batch = eagle_case(golden)
+    rows, length = case["input_ids"].shape
+    lengths = case["attention_mask"].sum(1)
+    states = drafter.block_states(batch).unflatten(0, (rows, length - 1))  # [B, t, step, d]
+    logits = drafter.base_logits(states)
+    teacher = drafter.base_logits(torch.from_numpy(case["target_last_hidden_states"])).softmax(-1)
+    supervised = torch.from_numpy(case["loss_mask"]).bool()
+    total = torch.zeros(())
+    for step in range(config.block_size):
+        valid = length - 1 - step  # positions whose token at t + step + 1 exists
+        expected = torch.from_numpy(case[f"step{step}/draft_logits"])
+        for row, real in enumerate(lengths - 1 - step):
+            torch.testing.assert_close(logits[row, :real, step], expected[row, :real], atol=1e-4, rtol=0)
+        # The last valid position has no target: the teacher of the token at t + step + 2 is at t + step + 1.
+        # The reference asks whether t + step is supervised; a pack asks it of the predicted token.
+        counted = supervised[:, step : step + valid - 1]
+        target = teacher[:, step + 1 : -1]
+        cross_entropy = -(target * logits[:, : valid - 1, step].log_softmax(-1)).sum(-1)
+        loss = (cross_entropy * counted).sum() / (rows * length)
+        assert loss.item() == pytest.approx(float(case[f"metric/ploss_{step}"]), rel=1e-5)
+        total = total + config.step_loss_decay**step * loss
+    assert total.item() == pytest.approx(float(case["loss"]), rel=1e-5)
+    total.backward()
+    check_gradients(drafter, case)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_eagle3_drafting_rounds(golden: Path, rows: int) -> None:
+    drafter = load_drafter(golden / "eagle3_qwen3" / "checkpoint")
+    case = arrays(golden / "eagle3_qwen3" / "draft_rounds.npz")
+    sequence, features = torch.from_numpy(case["sequence"]), torch.from_numpy(case["context_features"])
+    cache, middle = drafter.new_cache(rows, capacity=8), rows // 2
+    for index in range(2):
+        anchor = int(case[f"round{index}/anchor_position"])
+        anchors = [anchor if row == middle else 9 + 5 * row + index for row in range(rows)]
+        for row, end in enumerate(anchors):
+            begin = int(cache.lengths[row])
+            new = slice(begin, end)
+            next_ids = sequence[:, begin + 1 : end + 1]
+            drafter.extend_context(cache, features[:, new], next_ids, [end - begin], rows=[row])
+        block = drafter.begin_block(sequence[0, anchors], torch.tensor(anchors), cache)
+        tokens, logits = [], []
+        for slot in range(drafter.block_size):
+            logits.append(drafter.base_logits(block.state)[middle])
+            every = drafter.base_logits(block.state).argmax(-1)
+            tokens.append(int(every[middle]))
+            if slot + 1 < drafter.block_size:
+                block.feed(every)
+        assert tokens == case[f"round{index}/tokens"].tolist()
+        torch.testing.assert_close(
+            torch.stack(logits)[None], torch.from_numpy(case[f"round{index}/logits"]), atol=1e-4, rtol=0
+        )
