@@ -33,7 +33,7 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
     return {
         "contract": facts.contract(settings, with_block=True),
         "drafter": settings.drafter.model_dump(mode="json"),
-        "initial_weights": _weights_identity(settings.drafter.initial_weights),
+        "initial_weights": weights_identity(settings.drafter.initial_weights),
         "train": train,
         "seed": settings.run.seed,
     }
@@ -83,7 +83,7 @@ def count_steps(settings: Settings, samples: int) -> int:
     return steps if train.max_steps is None else min(steps, train.max_steps)
 
 
-def _weights_identity(start: str) -> str:
+def weights_identity(start: str) -> str:
     """`random` and `target` speak for themselves; a published drafter counts by its content."""
     if start in ("random", "target"):
         return start

@@ -1,0 +1,64 @@
+"""Publish the drafter: the native checkpoint with everything that a server or a reader needs beside it.
+
+1. Open the target and the trained drafter.
+2. Pass the gates (INTEROP: keys, ids, shared weights, equal drafts, engines); write `published/` whole or not at all.
+3. Upload it, when `publish.repository` names one.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelines.settings import Settings
+from pipelines.stages.calibrate import read_calibration
+from pipelines.stages.workers import open_target
+from pipelines.target_facts import examine_target
+from storage.filesystems import Folder
+
+if TYPE_CHECKING:
+    from pipelines.progress import Reporter
+    from pipelines.run import Run
+
+
+def identity(settings: Settings, run: Run) -> dict[str, Any]:
+    """Name, formats and licence; where it is uploaded changes nothing of it."""
+    return {"publish": settings.publish.model_dump(mode="json", include={"name", "formats", "license"})}
+
+
+def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
+    """Make `published/`."""
+    from dspark.contract import Contract
+    from dspark.drafter import load_drafter
+    from pipelines.exports.native import Publication, publish_native
+    from pipelines.stages.regenerate import read_conversations
+
+    facts = examine_target(settings)
+    target = open_target(settings, facts)
+    drafter = load_drafter(Path(run.location("train"), "final"), device=target.device, dtype=target.dtype)
+    probe = next(read_conversations(Folder(run.location("regenerate"))))
+    summary = run.directory.read_json("run.json") or {}
+    name = settings.publish.name or f"{settings.drafter.algorithm}-{facts.name.split('/')[-1].split(':')[-1]}"
+    manifest = publish_native(
+        Publication(
+            name=name,
+            drafter=drafter,
+            target=target,
+            contract=Contract.from_dict(facts.contract(settings, with_block=True)),
+            probe_ids=(probe["prompt_ids"] + probe["response_ids"])[:512],
+            calibration=read_calibration(run),
+            report=json.loads(Folder(run.location("report")).read("report.json")),
+            license=settings.publish.license,
+            provenance={"invocations": summary.get("invocations", []), "settings": settings.to_dict()},
+        ),
+        run.location("publish"),
+    )
+    if settings.publish.repository is not None:
+        from pipelines.exports.hub import HubSettings, upload
+
+        upload(
+            run.location("publish"),
+            HubSettings(repository=settings.publish.repository, private=settings.publish.private),
+        )
+    return {"folder": run.location("publish"), "name": name, "files": sorted(manifest["files"])}

@@ -1,0 +1,70 @@
+"""Make the report: every figure from the recorded rounds.
+
+1. Gather events, stopwatch records, training log, cache figures, conversations and provenance.
+2. Derive the figures (`pipelines.reporting`).
+3. Write `report.json`, `report.md` and `index.html`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelines.settings import Settings
+from pipelines.stages.calibrate import read_calibration
+from pipelines.stages.evaluate import TIMINGS
+from pipelines.target_facts import examine_target
+from storage.filesystems import Folder
+
+if TYPE_CHECKING:
+    from pipelines.progress import Reporter
+    from pipelines.run import Run
+
+
+def identity(settings: Settings, run: Run) -> dict[str, Any]:
+    """A report depends on its inputs alone, and on the layout of the page."""
+    from pipelines.reporting.report import SCHEMA
+
+    return {"schema": SCHEMA}
+
+
+def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
+    """Make `report/`."""
+    from dspark.target import open_tokenizer
+    from pipelines.reporting.events import read_completions, read_events
+    from pipelines.reporting.report import ReportInputs, build_report, conversation_summary, decoder_of, write_report
+    from pipelines.stages.decode_events import read_split
+    from pipelines.stages.regenerate import read_conversations
+    from pipelines.training.loop import LOG, read_log
+    from storage.target_cache import TargetCache
+
+    facts = examine_target(settings)
+    evaluation, conversations = Folder(run.location("evaluate")), Folder(run.location("regenerate"))
+    final = Path(run.location("train"), "final")
+    tokenizer = open_tokenizer(facts.path, trust_remote_code=settings.target.trust_remote_code)
+    config = json.loads((final / "config.json").read_text())
+    summary = run.directory.read_json("run.json") or {}
+    invocations = summary.get("invocations") or [{}]
+    prompts = read_split(Path(run.location("regenerate"), "evaluation.jsonl"), "evaluation")
+    wanted = ("block_size", "num_hidden_layers", "markov_head_type", "markov_rank", "target_layer_ids")
+    report = build_report(
+        ReportInputs(
+            title=f"{settings.drafter.algorithm} drafter for {facts.name}",
+            events=read_events(evaluation.full("events-all.parquet")),
+            completions=read_completions(evaluation.full("completions-all.parquet")),
+            target={"name": facts.name, "revision": facts.revision},
+            drafter={key: config.get(key) for key in wanted},
+            contract=facts.contract(settings, with_block=True),
+            calibration=read_calibration(run),
+            training=read_log(Path(run.location("train"), LOG)),
+            cache=TargetCache.open(run.location("cache")).info(),
+            conversations=conversation_summary(read_conversations(conversations)),
+            timings=json.loads(evaluation.read(TIMINGS))["timings"],
+            prompts={prompt.prompt_id: prompt.messages[-1]["content"] for prompt in prompts},
+            provenance={**invocations[-1], "settings": settings.to_dict()},
+            decode=decoder_of(tokenizer),
+        )
+    )
+    write_report(report, run.location("report"))
+    return {"page": run.directory.location("report/index.html"), "flags": report["flags"]}
