@@ -45,9 +45,7 @@ class DeepSpecCache:
         self.folder = Folder(path)
         for name in ("manifest.json", "samples.idx"):
             if not self.folder.exists(name):
-                raise FileNotFoundError(
-                    f"{self.folder.describe(name)} does not exist: not a target cache of the reference"
-                )
+                raise FileNotFoundError(f"{self.folder.describe(name)} is not there: not a cache of the reference")
         self.manifest: dict[str, Any] = json.loads(self.folder.read("manifest.json"))
         expected = {
             "version": 2,
@@ -59,7 +57,7 @@ class DeepSpecCache:
         for key, value in expected.items():
             if self.manifest.get(key) != value:
                 raise ValueError(
-                    f"{self.folder.describe('manifest.json')}: {key} is {self.manifest.get(key)!r}, expected {value!r}; "
+                    f"{self.folder.describe('manifest.json')}: {key} is {self.manifest.get(key)!r}, not {value!r}; "
                     "only version 2 caches in bfloat16 can be imported"
                 )
         index = self.folder.read("samples.idx")

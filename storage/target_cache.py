@@ -180,7 +180,8 @@ class TargetCache:
         """
         codec = self.codecs.features
         if isinstance(codec, Quantised) and codec.settings.get("output") != "states":
-            return codec.tensors.get("forward")
+            forward = codec.tensors.get("forward")
+            return torch.block_diag(*forward) if forward is not None and forward.ndim == 3 else forward
         return None
 
     def raw_row(self, index: int) -> dict[str, Any]:

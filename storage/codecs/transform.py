@@ -21,7 +21,8 @@ from storage.codecs.symbols import choose_classes, pack, unpack
 
 
 class Quantised(LossyCodec):
-    """Codes coordinates whose `mean`, `step` [C] and optionally `forward` [C, W] and `inverse` [W, C] are fitted."""
+    """Codes coordinates whose `mean`, `step` [C] and optionally `forward` [C, W] and `inverse` [W, C] are fitted
+    (or [k, W/k, W/k], the diagonal blocks of such a matrix)."""
 
     inline_dtype = torch.float32
 
@@ -39,7 +40,7 @@ class Quantised(LossyCodec):
     @property
     def out_width(self) -> int:
         forward = self.tensors.get("forward")
-        return self.width if forward is None or self._restores else len(forward)
+        return self.width if forward is None or self._restores or forward.ndim == 3 else len(forward)
 
     @property
     def _restores(self) -> bool:
@@ -48,7 +49,7 @@ class Quantised(LossyCodec):
     def _forward(self, values: torch.Tensor) -> torch.Tensor:
         values = values.float()
         forward = self.tensors.get("forward")
-        return values if forward is None else values @ forward.to(values.device).t()
+        return values if forward is None else _apply(forward.to(values.device), values)
 
     def coordinates(self, values: torch.Tensor) -> torch.Tensor:
         return values.float() if self._restores else self._forward(values)
@@ -64,7 +65,7 @@ class Quantised(LossyCodec):
         mean, step = self.tensors["mean"].to(device), self.tensors["step"].to(device)
         coordinates = torch.addcmul(mean[:, None], codes.to(torch.float32), step[:, None]).t()
         inverse = self.tensors.get("inverse")
-        return coordinates @ inverse.to(device).t() if self._restores and inverse is not None else coordinates
+        return _apply(inverse.to(device), coordinates) if self._restores and inverse is not None else coordinates
 
     def fit_steps(self, coordinates: torch.Tensor, step: torch.Tensor | float) -> None:
         """Means, steps ([C] or one for all, in units of the coordinates) and packing classes from [R, C]."""
@@ -147,10 +148,10 @@ class Transform(Quantised):
         else:
             blocks = 1 if kind == "joint" or metric == "given" else layers
             whitened = centred @ root.t()
-            basis = torch.block_diag(*(_principal(part) for part in whitened.chunk(blocks, dim=1)))
-            codec.tensors["forward"] = (basis @ root).contiguous()
-            codec.tensors["inverse"] = (inverse_root @ basis.t()).contiguous()
-            codec.fit_steps(states @ codec.tensors["forward"].t(), step)
+            bases = torch.stack([_principal(part) for part in whitened.chunk(blocks, dim=1)])
+            codec.tensors["forward"] = _squeeze(bases @ _diagonal_blocks(root, blocks))
+            codec.tensors["inverse"] = _squeeze(_diagonal_blocks(inverse_root, blocks) @ bases.transpose(1, 2))
+            codec.fit_steps(_apply(codec.tensors["forward"], states), step)
         codec.fit_first_row(sample)
         return codec
 
@@ -192,6 +193,24 @@ class _Identity(Transform):
 
     def coordinates(self, values: torch.Tensor) -> torch.Tensor:
         return values.float()
+
+
+def _apply(matrix: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """values [R, W] times a matrix [C, W] or diagonal blocks [k, W/k, W/k] of one."""
+    if matrix.ndim == 2:
+        return values @ matrix.t()
+    parts = values.reshape(len(values), len(matrix), matrix.shape[2]).transpose(0, 1)
+    return torch.bmm(parts, matrix.transpose(1, 2)).transpose(0, 1).reshape(len(values), -1)
+
+
+def _diagonal_blocks(matrix: torch.Tensor, blocks: int) -> torch.Tensor:
+    """[W, W] to its [k, W/k, W/k] diagonal blocks."""
+    size = len(matrix) // blocks
+    return torch.stack([matrix[i * size : (i + 1) * size, i * size : (i + 1) * size] for i in range(blocks)])
+
+
+def _squeeze(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks[0].contiguous() if len(blocks) == 1 else blocks.contiguous()
 
 
 def _principal(centred: torch.Tensor) -> torch.Tensor:

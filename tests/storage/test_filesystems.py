@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+from cache_builders import build, fit, folder_bytes, make_plan, rows_of
+
+from storage.filesystems import Folder, StorageFull, temporary_name
+from storage.local_copy import LocalCopy
+from storage.target_cache import CacheCorrupt, TargetCache, create_or_resume, finish, write_unit
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.write("a/b.bin", b"old")
+
+    def broken() -> None:
+        with folder.writer("a/b.bin") as stream:
+            stream.write(b"half of the new")
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        broken()
+    assert folder.files() == {"a/b.bin": 3}
+    assert folder.read("a/b.bin") == b"old"
+    folder.write("a/b.bin", b"new one")
+    assert folder.read("a/b.bin") == b"new one"
+    with pytest.raises(FileNotFoundError):
+        folder.read("c")
+
+
+def test_temporaries_of_dead_writers_are_removed(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    mine = tmp_path / temporary_name("x")
+    dead = tmp_path / temporary_name("y").replace(f".{os.getpid()}.", ".4194999.")
+    elsewhere = tmp_path / ".z.another-host.1.abcdef01.writing"
+    for path in (mine, dead, elsewhere):
+        path.write_bytes(b"x")
+    assert folder.remove_dead_temporaries() == [dead.name]
+    assert sorted(folder.remove_dead_temporaries(everything=True)) == sorted([mine.name, elsewhere.name])
+
+
+def test_a_folder_pickles(tmp_path: Path) -> None:
+    Folder(tmp_path).write("x", b"1")
+    assert pickle.loads(pickle.dumps(Folder(tmp_path))).read("x") == b"1"
+
+
+def test_a_full_disk_is_a_clear_error_and_the_build_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan()
+    build(tmp_path / "calm", plan)
+    root = tmp_path / "full"
+    real, calls, at = os.fsync, 0, 0
+
+    def full(handle: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    messages, leftovers = [], []
+    for attempt in range(1, 40):
+        calls, at = 0, attempt
+        try:
+            done = create_or_resume(root, plan, lambda: fit(plan))
+            for unit in sorted(set(range(len(plan.units))) - done):
+                write_unit(root, unit, rows_of(plan, unit))
+            finish(root)
+            break
+        except StorageFull as error:
+            messages.append(str(error))
+            leftovers += [name for name in Folder(root).files() if name.endswith(".writing")]
+    assert len(messages) > 5
+    assert all("no space left" in message for message in messages)
+    assert leftovers == []
+    assert folder_bytes(root) == folder_bytes(tmp_path / "calm")
+
+
+def test_too_little_free_space_is_seen_before_a_unit_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan()
+    create_or_resume(tmp_path, plan)
+    monkeypatch.setattr(Folder, "free_bytes", lambda self: 1000)
+    with pytest.raises(StorageFull, match=r"unit 0 needs about .* bytes, 1,000 are free"):
+        write_unit(tmp_path, 0, rows_of(plan, 0))
+
+
+def test_a_local_copy_is_bounded_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "remote"
+    build(root)
+    limit = 90_000
+    cache = TargetCache.open(root, local_copy=tmp_path / "copy", local_copy_bytes=limit, max_open=1)
+    for index in [0, 13, 3, 7, 2, 11, 0, 5]:
+        assert cache.row(index).sample_id == f"sample-{index:03d}"
+        assert sum(Folder(tmp_path / "copy").files("shards").values()) <= limit
+    with pytest.raises(StorageFull, match="raise the limit"):
+        TargetCache.open(root, local_copy=tmp_path / "small", local_copy_bytes=100).row(0)
+    shard = root / "shards/unit-000000.arrow"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-9] + b"x" + data[-8:])
+    record = cache._shards[0]
+    with pytest.raises(CacheCorrupt, match=r"unit-000000\.arrow: its SHA-256"):
+        LocalCopy(Folder(root), tmp_path / "fresh", pause=0.0).fetch(record)
+
+
+def test_a_flaky_store_gives_right_bytes_or_a_named_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "remote"
+    build(root)
+    record = TargetCache.open(root)._shards[1]
+    good, faults = (
+        (root / record["shard"]).read_bytes(),
+        iter(["error", "short", "good", "error", "error", "error", "error"]),
+    )
+
+    def read(self: Folder, name: str) -> bytes:
+        fault = next(faults)
+        if fault == "error":
+            raise OSError("503 slow down")
+        return good[:-5] if fault == "short" else good
+
+    monkeypatch.setattr(Folder, "read", read)
+    copy = LocalCopy(Folder(root), tmp_path / "copy", pause=0.0)
+    folder = copy.fetch(record)
+    assert folder.local_path(record["shard"]).read_bytes() == good
+    with pytest.raises(OSError, match=r"unit-000001\.arrow could not be fetched in 4 attempts: 503"):
+        LocalCopy(Folder(root), tmp_path / "other", pause=0.0).fetch(record)
+
+
+def test_an_unknown_url_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cannot open 'ftp://x/y'.*expected a local path, s3"):
+        Folder("ftp://x/y")
