@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -163,7 +163,7 @@ class Engine:
 
     def state(self) -> dict[str, Any]:
         """Optimizer state by parameter name, for any number of ranks; only where `portable`."""
-        states = {self.names[p]: dict(values) for p, values in self.optimizer.state.items()}
+        states = {name: dict(self.optimizer.state[p]) for p, name in self.names.items() if p in self.optimizer.state}
         return {"optimizer": states, "steps": self.steps, "skipped": self.skipped}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -204,12 +204,6 @@ class Engine:
 
         if self.ranks > 1:
             distributed.barrier()
-
-    def on_first_rank(self, action: Callable[[], None]) -> None:
-        """Do something once while the other ranks wait."""
-        if self.rank == 0:
-            action()
-        self.barrier()
 
 
 def _clone(value: Any) -> Any:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from pipelines.errors import UserError
-from pipelines.settings import Settings
+from pipelines.settings import Settings, TargetSettings
 
 PACKAGE_PREFIX = "package:"
 
@@ -51,23 +52,18 @@ class TargetFacts:
         from dspark.contract import Contract
 
         drafter = settings.drafter
-        block: dict[str, Any] = (
-            {
-                "block_layout": drafter.block_layout,
-                "block_size": drafter.block_size,
-                "mask_token_id": self.mask_token_id,
-            }
-            if with_block
-            else {}
-        )
         return Contract(
             target_name=self.name,
             target_revision=self.revision,
             thinking=settings.target.thinking,
             target_layer_ids=self.target_layer_ids,
             final_norm_applied=True,
-            **self.hashes,
-            **block,
+            weights_sha256=self.hashes["weights_sha256"],
+            tokenizer_sha256=self.hashes["tokenizer_sha256"],
+            chat_template_sha256=self.hashes["chat_template_sha256"],
+            block_layout=drafter.block_layout if with_block else None,
+            block_size=drafter.block_size if with_block else None,
+            mask_token_id=self.mask_token_id if with_block else None,
         ).to_dict()
 
     def to_dict(self) -> dict[str, Any]:
@@ -75,6 +71,13 @@ class TargetFacts:
 
 
 def examine_target(settings: Settings) -> TargetFacts:
+    """See `_examine`; done once a process for equal settings."""
+    drafter = settings.drafter
+    return _examine(settings.target, drafter.target_layer_ids, drafter.mask_token_id)
+
+
+@lru_cache(maxsize=8)
+def _examine(wanted: TargetSettings, layers: tuple[int, ...] | None, mask: int | None) -> TargetFacts:
     """Find the target (its package, a folder, or the hub at a pinned commit) and read its config and tokenizer."""
     from transformers import AutoConfig, GenerationConfig
 
@@ -87,8 +90,7 @@ def examine_target(settings: Settings) -> TargetFacts:
         stop_tokens,
     )
 
-    wanted = settings.target
-    name, path, revision = _locate(settings)
+    name, path, revision = _locate(wanted)
     remote = {"trust_remote_code": wanted.trust_remote_code, "revision": revision}
     config = AutoConfig.from_pretrained(path, **remote)
     text_config = config.get_text_config()
@@ -99,8 +101,6 @@ def examine_target(settings: Settings) -> TargetFacts:
     if weights is None:
         raise UserError(f"the target {name!r} has no *.safetensors file in {path}; save it with `save_pretrained`")
     generation = GenerationConfig.from_pretrained(path) if Path(path, "generation_config.json").exists() else None
-    layers = settings.drafter.target_layer_ids
-    mask = settings.drafter.mask_token_id
     return TargetFacts(
         name=name,
         path=str(path),
@@ -113,9 +113,8 @@ def examine_target(settings: Settings) -> TargetFacts:
     )
 
 
-def _locate(settings: Settings) -> tuple[str, str, str | None]:
+def _locate(wanted: TargetSettings) -> tuple[str, str, str | None]:
     """(name, local folder, revision) of the target; a hub model is fetched at the commit that is then recorded."""
-    wanted = settings.target
     if wanted.model.startswith(PACKAGE_PREFIX):
         from pipelines.data.packaged_target import packaged_target
 

@@ -213,16 +213,18 @@ class CaptureWorker:
             )
 
     def _fit(self, unit: FitUnit) -> Any:
+        from storage.codecs import as_tensor
         from storage.records import teacher_positions
         from storage.target_cache import Codecs, fit_codec
 
         rows = list(self._capture(unit.rows))
         plan = unit.plan
-        context = [(row.features, True) for row in rows]
+        context = [(as_tensor(row.features), True) for row in rows]
         teacher = []
         for row in rows:
             positions = teacher_positions(row.spans, len(row.input_ids))
-            teacher.append((row.last[positions], bool(positions[0] == 0)))  # type: ignore[index]
+            assert row.last is not None
+            teacher.append((as_tensor(row.last)[positions], bool(positions[0] == 0)))
         assert plan.teacher is not None
         return Codecs(
             features=fit_codec(

@@ -124,7 +124,7 @@ class DecodeWorker:
 
         self.plan = plan
         self.target = open_target(plan.settings, plan.facts)
-        options = {"device": self.target.device, "dtype": self.target.dtype}
+        options: dict[str, Any] = {"device": self.target.device, "dtype": self.target.dtype}
         self.drafters: dict[str, Any] = {PLAIN: None}
         if plan.drafter is not None:
             drafter = load_drafter(plan.drafter, **options)

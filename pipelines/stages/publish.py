@@ -59,6 +59,6 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
 
         upload(
             run.location("publish"),
-            HubSettings(repository=settings.publish.repository, private=settings.publish.private),
+            HubSettings(repo_id=settings.publish.repository, private=settings.publish.private),
         )
     return {"folder": run.location("publish"), "name": name, "files": sorted(manifest["files"])}

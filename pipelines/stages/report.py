@@ -67,4 +67,6 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
         )
     )
     write_report(report, run.location("report"))
+    if run.tracker is not None and run.directory.is_local:
+        run.tracker.html("report", run.directory.path("report/index.html"))
     return {"page": run.directory.location("report/index.html"), "flags": report["flags"]}

@@ -23,6 +23,7 @@ from pipelines.target_facts import examine_target
 if TYPE_CHECKING:
     from pipelines.progress import Reporter, Task
     from pipelines.run import Run
+    from pipelines.tracking import Tracker
 
 
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
@@ -43,6 +44,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `checkpoints/`."""
     from cluster.train_group import run_group
     from pipelines.training.loop import FINAL, LOG, TrainingTask, drafter_config, read_log, train_rank
+    from storage.checkpoints import complete_checkpoints
     from storage.target_cache import TargetCache
 
     if settings.drafter.algorithm == "eagle3":
@@ -55,10 +57,12 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     task = TrainingTask(
         settings=settings, facts=facts, cache=run.location("cache"), output=str(output), total_steps=total
     )
+    complete = complete_checkpoints(output)
+    start = complete[-1].step if complete else 0
     with (
         session(settings, str(output)),
-        reporter.task(f"training on {len(cache)} conversations", total, "steps", _last_step(output / LOG)) as shown,
-        _following(output / LOG, shown),
+        reporter.task(f"training on {len(cache)} conversations", total, "steps", start) as shown,
+        _following(output / LOG, shown, run.tracker, start),
     ):
         run_group(
             train_rank,
@@ -96,22 +100,24 @@ def weights_identity(start: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _last_step(log: Path) -> int:
-    from pipelines.training.loop import read_log
-
-    lines = read_log(log)
-    return int(lines[-1]["step"]) if lines else 0
-
-
 @contextmanager
-def _following(log: Path, task: Task) -> Iterator[None]:
-    """Show the newest line of the log every second."""
+def _following(log: Path, task: Task, tracker: Tracker | None, start: int) -> Iterator[None]:
+    """Show the newest line of the log every second, and hand new lines to the tracker."""
     from pipelines.training.loop import read_log
 
     stop = threading.Event()
+    tracked = start
+    if tracker is not None:
+        tracker.resume_after(start)
 
     def show() -> None:
+        nonlocal tracked
         lines = read_log(log)
+        for line in lines:
+            if tracker is not None and line["step"] > tracked:
+                numbers = {f"train/{key}": value for key, value in line.items() if isinstance(value, int | float)}
+                tracker.log(numbers, step=line["step"])
+                tracked = line["step"]
         if lines and lines[-1]["step"] != task.done:
             line = lines[-1]
             task.update(line["step"], loss=line["loss"], tau=line.get("tau_probabilistic", 0.0))

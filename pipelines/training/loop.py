@@ -89,7 +89,9 @@ def train_rank(config: dict[str, Any]) -> None:
     module = BlockLoss(drafter, LossConfig(**settings.train.loss.model_dump()))
     engine = Engine(module, engine_settings(settings, task.total_steps))
     output = Path(task.output)
-    engine.on_first_rank(lambda: remove_leftovers(output) and None)
+    if engine.rank == 0:
+        remove_leftovers(output)
+    engine.barrier()
     _resume(engine, drafter, output, settings)
     plan = step_plan(settings, index, task.total_steps)
     dtype = torch.float32 if settings.train.precision == "float32" else torch.bfloat16
@@ -163,7 +165,7 @@ class TrainingLog:
         waited: float,
         steps: int,
     ) -> None:
-        loss = LossConfig(**self._engine.module.config.__dict__)  # type: ignore[union-attr, arg-type]
+        loss = LossConfig(**self._engine.module.config.__dict__)
         metrics = metrics_of(sums) if sums.get("weight") else {}
         total = sum(getattr(loss, term) * metrics.get(term, 0.0) for term in ("ce", "l1", "confidence"))
         line = {
@@ -272,7 +274,7 @@ def _trainable(drafter: Drafter) -> dict[str, Tensor]:
 
 
 def _save(engine: Engine, task: TrainingTask) -> None:
-    drafter = engine.module.drafter  # type: ignore[union-attr]
+    drafter: Any = engine.module.drafter
     output, keep = Path(task.output), task.settings.train.keep_last
     if engine.portable:
         if engine.rank == 0:

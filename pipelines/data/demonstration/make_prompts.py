@@ -14,7 +14,24 @@ from pathlib import Path
 SEED = 20261129
 SPLITS = {"train": 192, "calibration": 24, "evaluation": 16}  # prompts a domain
 
-NAMES = "Anna Ben Carla David Emma Felix Grace Henry Irene Jack Karen Leo Maria Nina Oscar Paula".split()
+NAMES = [
+    "Anna",
+    "Ben",
+    "Carla",
+    "David",
+    "Emma",
+    "Felix",
+    "Grace",
+    "Henry",
+    "Irene",
+    "Jack",
+    "Karen",
+    "Leo",
+    "Maria",
+    "Nina",
+    "Oscar",
+    "Paula",
+]
 GIFTS = ["the flowers", "the book", "the dinner", "the tickets", "the photos", "the kind letter", "the warm scarf"]
 TIPS = [
     "sleeping better", "saving money", "learning a new language", "staying healthy", "writing a good essay",
