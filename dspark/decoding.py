@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dspark.calibration import survival
 from dspark.events import Commit, Completion, FinishReason, Request, RoundEvent, commit
-from dspark.kv_cache import RaggedCache, RaggedStep, ragged_attention_on
+from dspark.kv_cache import RaggedCache, RaggedStep, ragged_forward
 from dspark.proposers import Committed, Proposal, Proposer, proposer_for
 from dspark.sampling import Purpose, SamplingConfig, Verdict, sample, uniforms, verify
 from dspark.scheduling import FullBlock, LengthPolicy
@@ -149,24 +149,10 @@ class Decoder:
         if self.proposer is not None:
             self.proposer.open(rows, capacity)
 
-    @torch.inference_mode()
     def _forward(self, step: RaggedStep, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """One target pass over packed tokens [N]: states [N, d] after the final norm, features [N, m*d] if needed."""
         assert self._cache is not None
-        self._cache.begin(step)
-        inputs: dict[str, Any] = {
-            "input_ids": tokens[None],
-            "position_ids": step.positions[None],
-            "cache": self._cache,
-            "use_cache": True,
-            "ragged_step": step,
-        }
-        with ragged_attention_on(self.target.text_config):
-            if self.proposer is None or not self.proposer.needs_features:
-                return self.target.decoder(**inputs).last_hidden_state[0], None
-            with self.target.capturing() as sink:
-                last = self.target.decoder(**inputs).last_hidden_state[0]
-                return last, self.target.features_of(sink)[0]
+        features = self.proposer is not None and self.proposer.needs_features
+        return ragged_forward(self.target, self._cache, step, tokens, features=features)
 
     @torch.inference_mode()
     def _prefill(self, new: list[_Row]) -> None:

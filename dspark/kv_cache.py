@@ -270,3 +270,27 @@ def ragged_attention_on(text_config: Any) -> Iterator[None]:
         yield
     finally:
         text_config._attn_implementation = before
+
+
+@torch.inference_mode()
+def ragged_forward(
+    target: Any, cache: RaggedCache, step: RaggedStep, tokens: Tensor, *, features: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """One pass of the target over packed tokens [N]: states [N, d] after its final norm, features [N, m*d] if asked.
+
+    Keys and values of the tokens are in the cache afterwards. Raises CacheFull when they don't fit.
+    """
+    cache.begin(step)
+    inputs: dict[str, Any] = {
+        "input_ids": tokens[None],
+        "position_ids": step.positions[None],
+        "cache": cache,
+        "use_cache": True,
+        "ragged_step": step,
+    }
+    with ragged_attention_on(target.text_config):
+        if not features:
+            return target.decoder(**inputs).last_hidden_state[0], None
+        with target.capturing() as sink:
+            last = target.decoder(**inputs).last_hidden_state[0]
+            return last, target.features_of(sink)[0]

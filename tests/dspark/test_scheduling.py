@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import tiny_target
 
 from dspark.calibration import survival
 from dspark.scheduling import (
@@ -27,6 +28,7 @@ from dspark.scheduling import (
     top_k,
     two_steps_behind,
 )
+from dspark.step_cost import measure_step_cost
 
 APPENDIX_A = CostTable((1, 2, 3), (1.0, 0.5, 0.45))
 
@@ -178,3 +180,12 @@ def _seconds(rule, chances: np.ndarray, cost: CostTable) -> float:
     start = time.perf_counter()
     rule(chances, cost)
     return time.perf_counter() - start
+
+
+def test_step_cost_is_measured() -> None:
+    table = measure_step_cost(tiny_target(), (1, 6, 16), context=20, repeats=1, overhead_seconds=0.5, source="here")
+    assert table.tokens == (1, 6, 16)
+    assert max(table.steps_per_second) < 2.0
+    assert table.source == "here"
+    with pytest.raises(SchedulingError, match="1 or more"):
+        measure_step_cost(tiny_target(), ())
