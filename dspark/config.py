@@ -84,6 +84,8 @@ class DrafterConfig:
         object.__setattr__(self, "target_layer_ids", tuple(int(layer) for layer in self.target_layer_ids))
         if self.markov_rank == 0:
             object.__setattr__(self, "markov_head_type", None)
+        if self.algorithm == "eagle3":
+            object.__setattr__(self, "mask_token_id", None)
         _check(self)
 
     @classmethod

@@ -49,6 +49,7 @@ class DraftCache:
         """Empty these rows, for new requests."""
         self.lengths[rows] = 0
 
+    @torch.inference_mode(False)
     def select_rows(self, rows: Tensor | list[int]) -> None:
         """Keep these rows, in this order."""
         index = torch.as_tensor(rows, dtype=torch.long)
@@ -59,6 +60,7 @@ class DraftCache:
         if self.last_states is not None:
             self.last_states = self.last_states[index]
 
+    @torch.inference_mode(False)
     def add_rows(self, count: int) -> None:
         """Append empty rows."""
         self.lengths = F.pad(self.lengths, (0, count))
@@ -98,6 +100,7 @@ class DraftCache:
         self.lengths[chosen] += counts
         return chosen[which], slots, which * width + within
 
+    @torch.inference_mode(False)  # what grows inside inference mode is written to outside it too
     def reserve(self, length: int) -> None:
         """Room for rows of `length` tokens; grows by half at least, so that growing stays rare."""
         if length > self.capacity:
