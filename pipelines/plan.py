@@ -19,11 +19,10 @@ from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
 from pipelines.data.chat import generated_sample, render_prompt, thinks
-from pipelines.data.conversations import Prompt, read_jsonl, read_prompts
+from pipelines.data.conversations import Prompt
 from pipelines.errors import UserError
 from pipelines.progress import Reporter, byte_size, duration
 from pipelines.run import Run
-from pipelines.run_directory import MARKER
 from pipelines.settings import Settings
 
 if TYPE_CHECKING:
@@ -45,16 +44,14 @@ class Answer:
 
 def make_plan(settings: Settings, reporter: Reporter, *, rows: int = SAMPLE_ROWS) -> dict[str, Any]:
     """Tokens, bytes a token by codec, storage in all, steps, and times of one worker on this machine; JSON-like."""
+    from pipelines.stages.regenerate import read_splits
+    from pipelines.stages.workers import open_target
     from pipelines.target_facts import examine_target
 
-    held_out = [
-        read_prompts(settings.data.calibration, "calibration"),
-        read_prompts(settings.data.evaluation, "evaluation"),
-    ]
-    prompts = read_prompts(settings.data.train, "train").without(*held_out).prompts
+    prompts = read_splits(settings)["train"].prompts
     facts = examine_target(settings)
     reporter.say(f"opening {facts.name}")
-    target = _open(settings, facts)
+    target = open_target(settings, facts)
     recorded = _recorded(settings)
     decode_speed = None
     if recorded is None:
@@ -107,33 +104,19 @@ def spread(items: Sequence[Any], count: int) -> list[Any]:
     return [items[index * len(items) // count] for index in range(count)]
 
 
-def _open(settings: Settings, facts: Any) -> Target:
-    from dspark.target import Target
-
-    wanted = settings.target
-    return Target.open(
-        facts.path,
-        dtype=wanted.dtype,
-        device=wanted.device,
-        target_layer_ids=facts.target_layer_ids,
-        attn_implementation=wanted.attention,
-        trust_remote_code=wanted.trust_remote_code,
-    )
-
-
 def _recorded(settings: Settings) -> list[Answer] | None:
     """The conversations of a run whose `regenerate` is complete; None if there are none."""
+    from pipelines.stages.regenerate import read_conversations
+    from storage.filesystems import Folder
+
     run = Run(settings)
-    if not run.directory.is_local:
-        return None
-    path = run.directory.path("conversations/train.jsonl")
-    record = run.directory.read_json(f"conversations/{MARKER}")
-    if record is None or not record["complete"] or not path.is_file():
+    if not run.is_complete("regenerate"):
         return None
     answers = []
-    for place, row in read_jsonl(path):
+    for row in read_conversations(Folder(run.location("regenerate"))):
+        place = str(row["id"])
         ids, spans = generated_sample(row["prompt_ids"], row["response_ids"], settings.cache.max_length, row=place)
-        if spans and spans[0][1] - spans[0][0] >= settings.data.min_supervised_tokens:
+        if spans:
             answers.append(Answer(sample_id=str(row["id"]), ids=ids, spans=spans))
     return answers
 

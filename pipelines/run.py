@@ -1,7 +1,7 @@
 """The stage graph: what a run is made of, what is done already, and what has to be done.
 
-A stage's identity is a hash over everything that its output depends on, the identities of its inputs included. The
-output folder carries it in `stage.json`. For each stage, in order:
+A stage's identity is a hash over everything that its output depends on, the identities of its inputs included. It is
+recorded in `stages/NAME.json`, beside the output. For each stage, in order:
 
 1. compute the identity that the settings ask for (no work is done for that);
 2. the output has it and is complete: skip; it has it and is not complete: go on with it;
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pipelines.errors import UserError
-from pipelines.run_directory import MARKER, RunDirectory
+from pipelines.run_directory import RunDirectory
+from pipelines.tracking import Tracker, plan_tracking
 from storage.identity import differences, identity_of, plain
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class Run:
         self.stages = STAGES if stages is None else stages
         self.directory = RunDirectory(settings.run.directory)
         self._fields: dict[str, dict[str, Any]] = {}
+        self.tracker: Tracker | None = None  # of the stage that is being done
 
     def location(self, stage: str) -> str:
         """Path or URL of a stage's output folder."""
@@ -112,8 +114,9 @@ class Run:
         return identity_of(self.fields(stage))
 
     def record(self, stage: str) -> dict[str, Any] | None:
-        """The `stage.json` of an output; None where there is none."""
-        return self.directory.read_json(f"{self.stages[stage].output}/{MARKER}")
+        """What is known of a stage's output; None where there is no output."""
+        record = self.directory.read_json(_record_name(stage))
+        return None if record is None or self.directory.is_empty(self.stages[stage].output) else record
 
     def is_complete(self, stage: str) -> bool:
         """Whether the output is there, whole, and made with these settings."""
@@ -150,44 +153,47 @@ class Run:
         """Raises UserError for the first of these whose output is there and was made with other settings."""
         for stage in stages:
             record = self.record(stage)
-            empty = record is None or self.directory.is_empty(self.stages[stage].output)
-            if record is not None and not empty and record["identity"] != self.identity(stage):
+            if record is not None and record["identity"] != self.identity(stage):
                 raise UserError(self._mismatch(stage, record))
 
     def prepare(self, stage: str, *, redo: bool) -> bool:
-        """Make the output folder ready; True if the stage still has work to do. Raises UserError on a mismatch."""
+        """Make the output's place ready; True if the stage still has work to do. Raises UserError on a mismatch."""
+        if not redo:
+            self.refuse_other_identities([stage])
         output, record = self.stages[stage].output, self.record(stage)
         if record is None and not self.directory.is_empty(output):
             raise UserError(
-                f"{self.location(stage)} holds files, but no {MARKER} says what they are; move them away or set "
-                "another run.directory"
+                f"{self.location(stage)} holds files, but no {_record_name(stage)} says what they are; move them away "
+                "or set another run.directory"
             )
         if record is not None and record["identity"] != self.identity(stage):
-            if not redo:
-                self.refuse_other_identities([stage])
-            if not self.directory.is_empty(output):
-                self.directory.set_aside(output, f"replaced/{output}-{record['identity'][:8]}")
+            self._set_aside(stage, record)
             record = None
-        if record is None:
-            record = self._bring_back(stage) if redo else None
-        if record is not None and record["complete"]:
-            return False
+        if record is None and redo:
+            self._bring_back(stage)
+            record = self.record(stage)
         if record is None:
             self._write_record(stage, complete=False, seconds=0.0, result={})
-        return True
+        return record is None or not record["complete"]
 
-    def _bring_back(self, stage: str) -> dict[str, Any] | None:
-        output, identity = self.stages[stage].output, self.identity(stage)
-        kept = f"replaced/{output}-{identity[:8]}"
-        record = self.directory.read_json(f"{kept}/{MARKER}") if self.directory.is_local else None
-        if record is None or record["identity"] != identity:
-            return None
-        empty = self.directory.path(output)
-        if empty.exists():
-            (empty / MARKER).unlink(missing_ok=True)
-            empty.rmdir()
-        self.directory.set_aside(kept, output)
-        return record
+    # A stop between the steps of these two loses nothing: an output never stands under another one's record, and an
+    # output that is complete but recorded as incomplete is only checked by its stage once more.
+
+    def _set_aside(self, stage: str, record: dict[str, Any]) -> None:
+        kept = _kept_name(stage, record["identity"])
+        if self.directory.exists(kept):
+            kept += time.strftime("-%Y%m%d-%H%M%S")
+        self.directory.move(self.stages[stage].output, f"{kept}/output")
+        self.directory.move(_record_name(stage), f"{kept}/stage.json")
+
+    def _bring_back(self, stage: str) -> None:
+        kept = _kept_name(stage, self.identity(stage))
+        record = self.directory.read_json(f"{kept}/stage.json")
+        if record is None or record["identity"] != self.identity(stage) or self.directory.is_empty(f"{kept}/output"):
+            return
+        self.directory.write_json(_record_name(stage), {**record, "complete": False})
+        self.directory.move(f"{kept}/output", self.stages[stage].output)
+        self.directory.move(f"{kept}/stage.json", _record_name(stage))
 
     def finish(self, stage: str, *, seconds: float, result: dict[str, Any]) -> None:
         """Mark the output as complete."""
@@ -195,7 +201,7 @@ class Run:
 
     def _write_record(self, stage: str, *, complete: bool, seconds: float, result: dict[str, Any]) -> None:
         self.directory.write_json(
-            f"{self.stages[stage].output}/{MARKER}",
+            _record_name(stage),
             {
                 "stage": stage,
                 "identity": self.identity(stage),
@@ -236,6 +242,14 @@ class Run:
         )
 
 
+def _record_name(stage: str) -> str:
+    return f"stages/{stage}.json"
+
+
+def _kept_name(stage: str, identity: str) -> str:
+    return f"replaced/{stage}-{identity[:8]}"
+
+
 def run_stages(
     settings: Settings,
     reporter: Reporter,
@@ -268,8 +282,11 @@ def _do(run: Run, name: str, reporter: Reporter, *, redo: bool) -> Outcome:
     started = time.monotonic()
     has_work = run.prepare(name, redo=redo)
     if has_work:
-        with reporter.stage(name):
+        with reporter.stage(name), Tracker(plan_tracking(run.settings, run, name), reporter.say) as run.tracker:
             result = run.stages[name].load().execute(run.settings, run, reporter) or {}
+            assert run.tracker is not None
+            run.tracker.summary(_numbers(result))
+        run.tracker = None
         run.finish(name, seconds=time.monotonic() - started, result=result)
     else:
         reporter.say(f"{name}: done already, in {run.location(name)}")
@@ -281,6 +298,17 @@ def _do(run: Run, name: str, reporter: Reporter, *, redo: bool) -> Outcome:
         output=run.location(name),
         result=run.result(name),
     )
+
+
+def _numbers(result: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a stage's result, nested names joined."""
+    found: dict[str, float] = {}
+    for key, value in result.items():
+        if isinstance(value, Mapping):
+            found |= {f"{key}/{inner}": number for inner, number in _numbers(value).items()}
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found[key] = value
+    return found
 
 
 def open_run(directory: str) -> Run:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from typing import Any
 from pipelines.errors import UserError
 from storage.filesystems import Folder
 
-MARKER = "stage.json"
 _locked_here: set[str] = set()
 
 
@@ -66,17 +64,17 @@ class RunDirectory:
         self.folder.write(name, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
     def is_empty(self, name: str) -> bool:
-        """Whether nothing but a marker stands under `name`."""
-        return all(file.rpartition("/")[2] == MARKER for file in self.folder.files(name))
+        """Whether no file stands under `name`."""
+        return not self.folder.files(name)
 
-    def set_aside(self, name: str, new_name: str) -> str:
-        """Move an output out of the way and return where it is now; nothing is deleted."""
-        target = self.path(new_name)
+    def move(self, name: str, new_name: str) -> None:
+        """Rename a file or folder inside the run. What stands at the new name must be empty folders, or nothing."""
+        source, target = self.path(name), self.path(new_name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if target.exists():
-            target = target.with_name(f"{target.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-        shutil.move(self.path(name), target)
-        return str(target)
+        if target.is_dir():
+            for folder, _, _ in os.walk(target, topdown=False):
+                os.rmdir(folder)
+        os.rename(source, target)
 
     @contextmanager
     def lock(self) -> Iterator[None]:

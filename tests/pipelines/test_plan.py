@@ -8,6 +8,7 @@ import pytest
 
 from pipelines.plan import PLANNED_CODECS, make_plan, plan_text, spread
 from pipelines.progress import Reporter
+from pipelines.run import Run
 from pipelines.settings import CodecName, Settings, settings_from_dict
 from storage.codecs import CODECS
 
@@ -48,13 +49,13 @@ def test_recorded_conversations_are_counted_exactly(tmp_path: Path, toy_folder: 
     wanted = settings(tmp_path, toy_folder, cache={"max_length": 30, "max_bytes": 10})
     conversations = tmp_path / "run/conversations"
     conversations.mkdir(parents=True)
-    (conversations / "stage.json").write_text(json.dumps({"complete": True}))
     rows = [{"id": str(index), "prompt_ids": [5] * 10, "response_ids": [6] * (15 + index)} for index in range(8)] + [
-        {"id": "short", "prompt_ids": [5] * 10, "response_ids": [6] * 3}
+        {"id": "long prompt", "prompt_ids": [5] * 30, "response_ids": [6] * 30}
     ]
     (conversations / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Run(wanted).finish("regenerate", seconds=1.0, result={})
     plan = make_plan(wanted, Reporter(quiet=True), rows=4)
-    assert plan["conversations"] == 8  # the short answer is dropped, as the cache drops it
+    assert plan["conversations"] == 8  # a prompt that fills the whole length leaves nothing to learn
     assert plan["tokens"] == sum(min(30, 25 + index) for index in range(8))
     assert plan["tokens_are_exact"]
     assert "DOES NOT FIT" in plan_text(plan)

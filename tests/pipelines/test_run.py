@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from pipelines.errors import UserError
 from pipelines.progress import Reporter
 from pipelines.run import Run, Stage, open_run, run_stages
+from pipelines.run_directory import RunDirectory
 from pipelines.settings import Settings, settings_from_dict
 
 CALLS: list[str] = []
@@ -64,6 +66,7 @@ def settings(folder: Path, seed: int = 0, epochs: float = 1.0, rows: int = 1) ->
             "target": {"model": "m"},
             "train": {"epochs": epochs},
             "evaluate": {"rows": rows},
+            "tracking": {"wandb": "disabled"},
         }
     )
 
@@ -116,10 +119,47 @@ def test_a_single_stage_needs_its_inputs(tmp_path: Path) -> None:
     assert do(settings(tmp_path), only=["second"]) == ["second"]
 
 
+def test_an_output_that_was_removed_by_hand_is_made_again(tmp_path: Path) -> None:
+    do(settings(tmp_path))
+    (tmp_path / "two/data.json").unlink()
+    assert do(settings(tmp_path)) == ["second"]
+
+
+@pytest.mark.parametrize("stop_at", range(1, 9))
+def test_redo_stopped_at_any_write_or_rename_can_be_taken_up_again(
+    stop_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    do(settings(tmp_path))
+    do(settings(tmp_path, epochs=2.0), redo=True)
+    steps = 0
+
+    def counted(method: Any) -> Any:
+        def call(self: RunDirectory, name: str, *rest: Any) -> Any:
+            nonlocal steps
+            if name != "run.json":
+                steps += 1
+            if steps == stop_at:
+                raise KeyboardInterrupt
+            return method(self, name, *rest)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "move", counted(RunDirectory.move))
+        patch.setattr(RunDirectory, "write_json", counted(RunDirectory.write_json))
+        with suppress(KeyboardInterrupt):
+            do(settings(tmp_path), redo=True)
+    do(settings(tmp_path), redo=True)
+    assert do(settings(tmp_path)) == []
+    assert json.loads((tmp_path / "two/data.json").read_text()) == {"value": 1.0}
+    kept = [json.loads(path.read_text())["value"] for path in (tmp_path / "replaced").rglob("data.json")]
+    assert 2.0 in kept
+
+
 def test_files_of_unknown_origin_are_not_touched(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one/data.json").write_text("{}")
-    with pytest.raises(UserError, match=r"no stage\.json says what they are"):
+    with pytest.raises(UserError, match=r"no stages/first\.json says what they are"):
         do(settings(tmp_path), redo=True)
 
 
