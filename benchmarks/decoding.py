@@ -6,7 +6,7 @@
 3. With `--cost`, measure steps per second against tokens in the verification batch.
 4. Print a table; answers are greedy and of equal length, so every way does the same work.
 
-    python benchmarks/decoding.py TARGET [--drafter FOLDER] [--rows 1,16] [--prompts 16] [--new-tokens 32] [--threads 2]
+    python benchmarks/decoding.py TARGET [--drafter FOLDER] [--rows 1,16] [--prompts 16] [--new-tokens 64] [--threads 2]
                                   [--transformers] [--cost]
 """
 
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--drafter")
     parser.add_argument("--rows", default="1,16")
     parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--transformers", action="store_true")
     parser.add_argument("--cost", action="store_true")
