@@ -26,6 +26,7 @@ from dspark.target import Target
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("DSPARK_ENGINES_CACHE", ROOT / ".engines"))
 RESULTS = Path(__file__).with_name("results")
+THREADS = int(os.environ.get("DSPARK_ENGINES_THREADS", os.cpu_count() or 1))
 
 # Stated before anything was measured.
 LOGIT_GAP = 1e-3  # where two float32 outputs part, our two best logits must be closer than this
@@ -82,7 +83,8 @@ def repeated(tools: LlamaCpp, run: FinishedRun, target: Target) -> Repeated:
     logs = CACHE / "logs"
     answers = {}
     for name, drafter in (("plain", None), ("speculative", drafter_gguf)):
-        with serve(tools, target_gguf, drafter, block_size=run.block_size, log=logs / f"{name}.log") as server:
+        log = logs / f"{name}.log"
+        with serve(tools, target_gguf, drafter, block_size=run.block_size, threads=THREADS, log=log) as server:
             answers[name] = [_ask(server, case, run, name, i) for i, case in enumerate(run.cases)]
     return Repeated(run=run, stop_ids=target.stop_token_ids, **answers)
 

@@ -145,7 +145,8 @@ def serve(
         command += ["-md", str(drafter), "--spec-type", "draft-dspark", "--spec-draft-n-max", str(block_size)]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
-        process = subprocess.Popen(["nice", "-n", "10", *command], stdout=file, stderr=subprocess.STDOUT)
+        # setpriv: should this process be killed, the kernel ends the server too.
+        process = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *command], stdout=file, stderr=subprocess.STDOUT)
     try:
         url = f"http://127.0.0.1:{port}"
         _wait_until_ready(url, process, log)
