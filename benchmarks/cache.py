@@ -48,9 +48,10 @@ TEACHER: list[tuple[str, dict[str, Any]]] = [
     ("transform", {"step": 0.0625, "decorrelate": "none"}),
     ("transform", {"step": 0.125, "decorrelate": "none"}),
     ("transform", {"step": 0.125, "decorrelate": "joint"}),
-    ("transform", {"step": 0.0625, "decorrelate": "joint", "metric": "given"}),
-    ("transform", {"step": 0.125, "decorrelate": "joint", "metric": "given"}),
-    ("transform", {"step": 0.25, "decorrelate": "joint", "metric": "given"}),
+    ("transform", {"step": 0.0625, "decorrelate": "joint"}),
+    ("transform", {"step": 0.01, "decorrelate": "joint", "metric": "given"}),
+    ("transform", {"step": 0.02, "decorrelate": "joint", "metric": "given"}),
+    ("transform", {"step": 0.04, "decorrelate": "joint", "metric": "given"}),
 ]
 
 

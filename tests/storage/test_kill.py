@@ -57,5 +57,5 @@ def test_every_step_of_a_build_survives_a_kill(tmp_path: Path, forkserver: ForkS
         root = tmp_path / f"killed-{event}"
         kills = kill_and_finish(forkserver, root, "bf16", [event])
         assert folder_bytes(root) == calm, f"killed at event {event}"
-        event += 1
+        event += 1 if event < 24 else 5  # the first steps all, then every fifth
     assert event > 60
