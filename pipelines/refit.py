@@ -1,0 +1,73 @@
+"""`dspark refit CONFIG --from FOLDER`: a published drafter fitted to other prompts or another thinking mode.
+
+1. The drafter's parts are taken from the published folder, so that its weights fit; a setting given explicitly wins.
+2. Training starts from its weights, calibration is done anew.
+3. The old drafter is decoded beside the new one, on the same prompts, as `baseline`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipelines.errors import UserError
+from pipelines.settings import Settings, load_settings
+
+PARTS = (
+    "algorithm",
+    "num_draft_layers",
+    "block_size",
+    "block_layout",
+    "target_layer_ids",
+    "mask_token_id",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+    "draft_vocab_size",
+)
+
+
+def refit_settings(config: str, overrides: Sequence[str], published: str | None) -> Settings:
+    """The settings of a refit. Raises UserError when there is no published drafter, or it is for another target."""
+    asked = load_settings(config, overrides)
+    start = published or asked.drafter.initial_weights
+    if start in ("random", "target"):
+        raise UserError(
+            "a refit starts from a published drafter: add --from FOLDER, or set drafter.initial_weights to it"
+        )
+    folder = Path(start).expanduser()
+    parts = published_parts(folder)
+    words = [f"drafter.{name}={json.dumps(value)}" for name, value in parts.items()]
+    words += [f"drafter.initial_weights={json.dumps(str(folder))}", f"evaluate.baseline={json.dumps(str(folder))}"]
+    settings = load_settings(config, [*words, *overrides])
+    _require_same_target(settings, folder)
+    return settings
+
+
+def published_parts(folder: Path) -> dict[str, Any]:
+    """The drafter settings that a published folder was made with."""
+    from dspark.config import DrafterConfig
+
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder} is not a published drafter: there is no config.json in it")
+    found = DrafterConfig.from_checkpoint(json.loads(path.read_text()))
+    values = {name: getattr(found, name) for name in PARTS}
+    values["markov_head_type"] = values["markov_head_type"] or "vanilla"
+    return values
+
+
+def _require_same_target(settings: Settings, folder: Path) -> None:
+    """The stages compare the whole contract; this catches the common mistake before any work."""
+    path = folder / "contract.json"
+    if not path.is_file():
+        return
+    name = json.loads(path.read_text())["target_name"]
+    if name != settings.target.model:
+        raise UserError(
+            f"the drafter in {folder} is for the target {name!r}, but target.model is {settings.target.model!r}; a "
+            "drafter can only be refitted for its own target"
+        )

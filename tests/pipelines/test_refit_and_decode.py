@@ -1,0 +1,75 @@
+"""A refit takes its parts from what was published; a single answer shows what was drafted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dspark.config import DrafterConfig
+from dspark.drafter import save_drafter
+from dspark.starting_weights import build_drafter
+from dspark.target import Target
+from pipelines.decode import decode_one
+from pipelines.errors import UserError
+from pipelines.refit import refit_settings
+from pipelines.settings import load_settings
+
+
+@pytest.fixture(scope="module")
+def published(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained drafter with the toy target's top layer, as a published folder."""
+    folder = tmp_path_factory.mktemp("published")
+    target = Target.open(toy_folder, dtype="float32", device="cpu", target_layer_ids=(0,))
+    options: dict[str, Any] = {"target_layer_ids": (0,), "num_draft_layers": 1, "block_size": 3, "markov_rank": 4}
+    config = DrafterConfig.for_target(target.text_config, mask_token_id=2, **options)
+    drafter = build_drafter(config, target, dtype=torch.float32)
+    save_drafter(drafter, folder, target.text_config)
+    (folder / "contract.json").write_text(json.dumps({"target_name": str(toy_folder)}))
+    return folder
+
+
+def config_file(folder: Path, target: Path | str) -> str:
+    path = folder / "config.yaml"
+    lines = [
+        f"run: {{directory: {folder / 'run'}}}",
+        f"target: {{model: {target}, dtype: float32, device: cpu}}",
+        "drafter: {num_draft_layers: 2, block_size: 5}",
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def test_a_refit_has_the_published_parts_and_decodes_the_old_one_beside(
+    published: Path, toy_folder: Path, tmp_path: Path
+) -> None:
+    settings = refit_settings(config_file(tmp_path, toy_folder), ["train.epochs=1"], str(published))
+    drafter = settings.drafter
+    assert (drafter.num_draft_layers, drafter.block_size, drafter.markov_rank, drafter.mask_token_id) == (1, 3, 4, 2)
+    assert drafter.target_layer_ids == (0,)
+    assert drafter.initial_weights == settings.evaluate.baseline == str(published)
+    assert settings.train.epochs == 1
+
+
+def test_refits_that_cannot_work_are_refused(published: Path, toy_folder: Path, tmp_path: Path) -> None:
+    config = config_file(tmp_path, toy_folder)
+    with pytest.raises(UserError, match="add --from FOLDER"):
+        refit_settings(config, [], None)
+    with pytest.raises(UserError, match="not a published drafter"):
+        refit_settings(config, [], str(tmp_path))
+    with pytest.raises(UserError, match="is for the target"):
+        refit_settings(config_file(tmp_path, "other/model"), [], str(published))
+
+
+def test_one_answer_shows_its_rounds(published: Path, toy_folder: Path, tmp_path: Path) -> None:
+    settings = load_settings(config_file(tmp_path, toy_folder), ["drafter.target_layer_ids=[0]"])
+    answer = decode_one(settings, "hello", drafter=str(published), temperature=0.0, max_new_tokens=12)
+    assert 1 <= answer.tokens <= 12
+    assert answer.accepted_length >= 1
+    kept = "".join(piece.text for piece in answer.pieces if piece.kind != "rejected")
+    # A character of several bytes may be cut between two pieces.
+    assert kept.replace("\ufffd", "") in answer.text or "\ufffd" in kept
+    assert "rounds, accepted length" in answer.marked_text()
+    with pytest.raises(UserError, match="there is no drafter in"):
+        decode_one(settings, "hello", drafter=None, temperature=0.0, max_new_tokens=12)
