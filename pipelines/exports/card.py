@@ -26,8 +26,8 @@ def model_card(
     kind = _kind(config)
     lines += [
         f"A {kind} drafter for speculative decoding with `{contract['target_name']}`. It drafts "
-        f"{config.get('block_size', config.get('ttt_length'))} tokens a round, which the target verifies in one pass; the "
-        "text is the target's own.",
+        f"{config.get('block_size', config.get('ttt_length'))} tokens a round, which the target verifies in one pass; "
+        "the text is the target's own.",
         "",
         "It works with this target only: "
         + (f"revision `{contract['target_revision']}`, " if contract.get("target_revision") else "")
@@ -45,7 +45,7 @@ def model_card(
     ]
     if config.get("block_layout") == "anchor-first" and config.get("markov_rank"):
         lines += [
-            "- vLLM: `--speculative-config '{\"method\": \"dspark\", \"model\": \"…\", \"num_speculative_tokens\": "
+            '- vLLM: `--speculative-config \'{"method": "dspark", "model": "…", "num_speculative_tokens": '
             f"{config['block_size']}}}'`",
             "- SGLang: `--speculative-algorithm DSPARK --speculative-draft-model-path …`"
             + (" `--speculative-dspark-confidence-sts-path sglang_temperatures.json`" if temperatures else ""),
@@ -77,9 +77,7 @@ def model_card(
     return "\n".join(lines) + "\n"
 
 
-def _front_matter(
-    contract: Mapping[str, Any], license: str | None, report: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def _front_matter(contract: Mapping[str, Any], license: str | None, report: Mapping[str, Any] | None) -> dict[str, Any]:
     front: dict[str, Any] = {}
     if license:
         front["license"] = license

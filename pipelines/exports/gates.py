@@ -99,8 +99,8 @@ def ids_are_real(config: Mapping[str, Any], embedding: Tensor, *, engines: Seque
     outside = [layer for layer in config["target_layer_ids"] if not -1 <= layer < layers]
     if outside or (odd and not engines):
         raise GateFailed(
-            f"target_layer_ids has {', '.join(map(str, outside or odd))}; engines take 0 to {layers - 2} for this target "
-            "(option `drafter.target_layer_ids`), or name the engines that take it (option `publish.engines`)"
+            f"target_layer_ids has {', '.join(map(str, outside or odd))}; engines take 0 to {layers - 2} for this "
+            "target (option `drafter.target_layer_ids`), or name the engines that take it (option `publish.engines`)"
         )
     return {"mask_token_id": mask, "rows": rows, "unusual_layers": odd, "engines": list(engines)}
 
@@ -118,8 +118,8 @@ def shared_weights_equal(folder: Path, embedding: Tensor, head: Tensor) -> dict[
             same = theirs.shape == own.shape and torch.equal(theirs.float(), own.detach().cpu().float())
             if not same:
                 raise GateFailed(
-                    f"{name} {tuple(theirs.shape)} differs from the target's {tuple(own.shape)}: the drafter belongs to "
-                    "another target or revision, or its type is narrower than the target's (option `publish.dtype`)"
+                    f"{name} {tuple(theirs.shape)} differs from the target's {tuple(own.shape)}: the drafter belongs "
+                    "to another target or revision, or its type is narrower than the target's (option `publish.dtype`)"
                 )
             found[name] = str(theirs.dtype).removeprefix("torch.")
     return found
@@ -160,8 +160,9 @@ def drafts_alike(
         worst, tokens = max(worst, difference), tokens + agreed
         if difference > bound:
             raise GateFailed(
-                f"at position {anchor} the published folder gives other logits than the trained drafter: {difference:.3g} "
-                f"apart, allowed {bound:.3g}. A setting is read differently (rotary settings, norms, block layout)."
+                f"at position {anchor} the published folder gives other logits than the trained drafter: "
+                f"{difference:.3g} apart, allowed {bound:.3g}. A setting is read differently (rotary settings, norms, "
+                "block layout)."
             )
         if (confidence is None) != (expected.confidence is None):
             raise GateFailed("only one of the trained drafter and the published folder has a confidence head")
@@ -183,7 +184,9 @@ def drafts_alike(
 def _greedy_block(drafter: Any, anchor_id: int, anchor: int, cache: Any) -> tuple[Tensor, list[int], Tensor | None]:
     """The trained drafter's own block: logits [G, V], tokens, confidence logits [G]."""
     device = next(drafter.parameters()).device
-    states = drafter.draft_states(torch.tensor([anchor_id], device=device), torch.tensor([anchor], device=device), cache)
+    states = drafter.draft_states(
+        torch.tensor([anchor_id], device=device), torch.tensor([anchor], device=device), cache
+    )
     base, head = drafter.base_logits(states), drafter.sequential_head
     memory = head.initial_state(1) if head is not None else None
     previous = torch.tensor([anchor_id], device=device)

@@ -1,7 +1,7 @@
 """Upload a published folder to the Hugging Face Hub: only when asked for, resumable, patient.
 
-Every file is one commit, the manifest is the last. Files that the hub already holds with the same hash are left alone, so
-an upload that was cut off goes on where it stopped, and doing it again does nothing.
+Every file is one commit, the manifest is the last. Files that the hub already holds with the same hash are left alone,
+so an upload that was cut off goes on where it stopped, and doing it again does nothing.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def upload(
 
 
 def _same(entry: Any, path: Path) -> bool:
-    """Whether the hub's entry has this file's content: by SHA-256 for large files, by git's blob hash for small ones."""
+    """Whether the hub's entry has this file's content: by SHA-256 for large files, by git's blob hash for others."""
     large = getattr(entry, "lfs", None)
     if large:
         stated = large["sha256"] if isinstance(large, dict) else large.sha256
@@ -114,12 +114,14 @@ class _Retry:
             except Exception as error:
                 status = getattr(getattr(error, "response", None), "status_code", None)
                 # No status: the connection broke. Any other status is an answer, and asking again won't change it.
-                passing = status in RETRIED if status is not None else isinstance(error, OSError) or _is_transport(error)
+                passing = (
+                    status in RETRIED if status is not None else isinstance(error, OSError) or _is_transport(error)
+                )
                 if not passing:
                     raise UploadFailed(f"{what}: {error} (check HF_TOKEN and `publish.hub.repo_id`)") from error
                 if attempt == self.settings.attempts:
                     raise UploadFailed(
-                        f"{what} failed {attempt} times, last with: {error}. What is uploaded stays; run it again to go on"
+                        f"{what} failed {attempt} times, last with: {error}. What is uploaded stays; run it again"
                     ) from error
                 pause = min(max(wait, _asked_for(error)), self.settings.longest_wait)
                 self.report(f"{what}: {status or 'no connection'}, trying again in {pause:.0f} s")

@@ -167,8 +167,8 @@ def _check_contract(contract: Any, config: Mapping[str, Any]) -> None:
     for name, value in stated.items():
         if name in config and value != config[name]:
             raise PublishError(
-                f"the contract says {name} {value!r}, the checkpoint {config[name]!r}: the drafter was trained under another "
-                "contract than the one that is published with it"
+                f"the contract says {name} {value!r}, the checkpoint {config[name]!r}: the drafter was trained under "
+                "another contract than the one that is published with it"
             )
 
 

@@ -4,7 +4,7 @@ It knows `config.json`, the tensor names and the paper, and shares no code with 
 and short: one block at a time, the whole context projected anew each round, float32. Publishing compares the two, so
 that a key read differently (rotary settings, a norm, the layout of a block) is found before anybody serves it.
 
-Legend: S context tokens, G block slots, V vocabulary, d hidden size, m captured layers, H heads, K key heads, D head size.
+Legend: S context tokens, G block slots, V vocabulary, d hidden size, m captured layers, H heads, D head size.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Points = Sequence[tuple[float, float | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A line. `tone` is a colour class of the style sheet (a, b, c, d, ink); `band` holds (x, low, high)."""
+    """A line. `tone` is a colour class of the style sheet (a, b, c, d); `band` holds (x, low, high)."""
 
     name: str
     points: Points
@@ -26,6 +26,7 @@ class Series:
     dashed: bool = False
     marker: str = "circle"
     band: Sequence[tuple[float, float | None, float | None]] = field(default_factory=list)
+    hollow: frozenset[float] = frozenset()  # points that rest on little, drawn as outlines
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -37,8 +38,15 @@ def percent(value: float | None, digits: int = 0) -> str:
     return "–" if value is None else f"{100 * value:.{digits}f}%"
 
 
+def clipped(text: str, longest: int = 14) -> str:
+    """A label that fits its place; charts tell the whole name in their description."""
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
 def short(value: float) -> str:
     """1200 as 1.2k; small numbers as they are."""
+    if 0 < abs(value) < 1e-3:
+        return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.3g}{letter}"
@@ -80,7 +88,7 @@ def line_chart(
     cursor: bool = False,
 ) -> str:
     """Lines with markers, bands and optional bars (x from, x to, share of the height), on linear axes."""
-    left, right, top, bottom = 38, 10, 14, 36
+    left, right, top, bottom = 38, 14, 16, 36
     span_x = x_range[1] - x_range[0] or 1.0
     span_y = y_range[1] - y_range[0] or 1.0
 
@@ -144,14 +152,17 @@ def _band(one: Series, px: Callable[[float], float], py: Callable[[float], float
 
 def _line(one: Series, px: Callable[[float], float], py: Callable[[float], float]) -> str:
     """The line, broken where a value is missing, and its markers."""
-    pieces, current, markers = [], [], []
+    pieces: list[list[str]] = []
+    current: list[str] = []
+    markers = []
     for x, y in one.points:
         if y is None:
             pieces, current = [*pieces, current], []
             continue
         current.append(f"{px(x)},{py(y)}")
         if one.marker != "none":
-            markers.append(marker(one.marker, px(x), py(y), one.tone, f"{one.name}, {short(x)}: {y:.3g}"))
+            tip = f"{one.name}, {short(x)}: {y:.3g}"
+            markers.append(marker(one.marker, px(x), py(y), one.tone, tip, hollow=x in one.hollow))
     dash = " dashed" if one.dashed else ""
     lines = "".join(
         f'<polyline class="line tone-{one.tone}{dash}" points="{" ".join(piece)}"/>'
@@ -161,17 +172,18 @@ def _line(one: Series, px: Callable[[float], float], py: Callable[[float], float
     return lines + "".join(markers)
 
 
-def marker(kind: str, x: float, y: float, tone: str, tip: str = "", size: float = 3.4) -> str:
+def marker(kind: str, x: float, y: float, tone: str, tip: str = "", size: float = 3.4, *, hollow: bool = False) -> str:
     """A point; `tip` shows on hover."""
+    look = f'class="{"ring" if hollow else "dot"} tone-{tone}"'
     title = f"<title>{escape(tip)}</title>" if tip else ""
     if kind == "square":
         shape = f'<rect x="{x - size:.1f}" y="{y - size:.1f}" width="{2 * size}" height="{2 * size}"'
-        return f'{shape} class="dot tone-{tone}">{title}</rect>'
+        return f"{shape} {look}>{title}</rect>"
     if kind == "diamond":
         far = size * 1.35
         points = f"{x},{y - far:.1f} {x + far:.1f},{y} {x},{y + far:.1f} {x - far:.1f},{y}"
-        return f'<polygon points="{points}" class="dot tone-{tone}">{title}</polygon>'
-    return f'<circle cx="{x}" cy="{y}" r="{size}" class="dot tone-{tone}">{title}</circle>'
+        return f'<polygon points="{points}" {look}>{title}</polygon>'
+    return f'<circle cx="{x}" cy="{y}" r="{size}" {look}>{title}</circle>'
 
 
 def tape(value: float | None, low: float | None, high: float | None, cells: int, tone: str, name: str) -> str:
@@ -187,15 +199,14 @@ def tape(value: float | None, low: float | None, high: float | None, cells: int,
         body.append(f'<rect class="cell" x="{x:.1f}" y="1" width="{wide:.1f}" height="{tall}" rx="3"/>')
         share = min(max((value or 0.0) - cell, 0.0), 1.0)
         if share > 0:
-            body.append(
-                f'<rect class="cell-full tone-{tone}" x="{x:.1f}" y="1" width="{wide * share:.1f}" height="{tall}" rx="3"/>'
-            )
+            place = f'x="{x:.1f}" y="1" width="{wide * share:.1f}" height="{tall}" rx="3"'
+            body.append(f'<rect class="cell-full tone-{tone}" {place}/>')
 
     def at(length: float) -> float:
         length = min(max(length, 0.0), float(cells))
         return round(length * wide + gap * min(math.floor(length), cells - 1), 1)
 
-    if low is not None and high is not None:
+    if low is not None and high is not None and high - low > 1e-3:
         y = tall + 6
         body.append(f'<line class="whisker tone-{tone}" x1="{at(low)}" x2="{at(high)}" y1="{y}" y2="{y}"/>')
         for end in (at(low), at(high)):
@@ -237,15 +248,16 @@ def interval_chart(rows: Sequence[tuple[str, Sequence[Estimate]]], *, title: str
     y = float(top)
     for (label, estimates), height in zip(rows, heights, strict=True):
         middle = y + height / 2
-        out.append(f'<text class="row" x="{left - 10}" y="{middle + 4}" text-anchor="end">{escape(label)}</text>')
+        out.append(
+            f'<text class="row" x="{left - 10}" y="{middle + 4}" text-anchor="end">{escape(clipped(label))}</text>'
+        )
         for index, one in enumerate(estimates):
             at = y + 6 + pitch * (index + 0.5)
             if one.value is None:
                 continue
             if one.low is not None and one.high is not None:
-                out.append(
-                    f'<line class="whisker tone-{one.tone}" x1="{px(one.low)}" x2="{px(one.high)}" y1="{at}" y2="{at}"/>'
-                )
+                ends = f'x1="{px(one.low)}" x2="{px(one.high)}" y1="{at}" y2="{at}"'
+                out.append(f'<line class="whisker tone-{one.tone}" {ends}/>')
             out.append(marker(one.marker, px(one.value), at, one.tone, f"{one.name}: {number(one.value)}", 4))
             after = px(one.high if one.high is not None else one.value) + 8
             out.append(f'<text class="value" x="{after}" y="{at + 3.5}">{number(one.value)}</text>')
@@ -265,7 +277,7 @@ def bar_chart(rows: Sequence[tuple[str, float | None, str, str]], *, title: str)
     for index, (label, value, text, tone) in enumerate(rows):
         y = index * pitch
         long = (value or 0) / most * (WIDTH - 2)
-        out.append(f'<text class="row" x="0" y="{y + 12}">{escape(label)}</text>')
+        out.append(f'<text class="row" x="0" y="{y + 12}">{escape(clipped(label, 32))}</text>')
         out.append(f'<text class="value" x="{WIDTH}" y="{y + 12}" text-anchor="end">{escape(text)}</text>')
         out.append(f'<rect class="cell" x="0" y="{y + 18}" width="{WIDTH}" height="10" rx="2"/>')
         out.append(f'<rect class="cell-full tone-{tone}" x="0" y="{y + 18}" width="{long:.1f}" height="10" rx="2"/>')
@@ -283,7 +295,7 @@ def stacked_bar(
     for index, (label, parts) in enumerate(rows):
         y, x = index * pitch, 0.0
         whole = sum(size for _, size in parts)
-        out.append(f'<text class="row" x="0" y="{y + 12}">{escape(label)}</text>')
+        out.append(f'<text class="row" x="0" y="{y + 12}">{escape(clipped(label, 32))}</text>')
         out.append(f'<text class="value" x="{WIDTH}" y="{y + 12}" text-anchor="end">{escape(unit(whole))}</text>')
         for order, (part, size) in enumerate(parts):
             wide = size / most * WIDTH

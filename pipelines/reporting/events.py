@@ -128,7 +128,7 @@ class EventLog:
         self.circumstances = json.dumps(circumstances or {}, sort_keys=True)
 
     def _parts(self) -> list[str]:
-        files = self.folder.list("parts", recursive=False)
+        files = self.folder.files("parts", recursive=False)
         return [name for name in files if name.endswith(".parquet") and not name.endswith(TEMPORARY_SUFFIX)]
 
     def finished(self) -> set[str]:
@@ -255,16 +255,25 @@ def _dtype(kind: pa.DataType) -> Any:
     return object if pa.types.is_string(kind) else kind.to_pandas_dtype()
 
 
+def _lists(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
+    """All values of a list column one after another, and the length of each row."""
+    if len(column) == 0:
+        return np.array([], dtype=column.type.value_type.to_pandas_dtype()), np.array([], dtype=np.int64)
+    array = pa.concat_arrays(column.chunks)
+    return array.flatten().to_numpy(zero_copy_only=False), np.diff(array.offsets.to_numpy())
+
+
 def _longest(column: pa.ChunkedArray) -> int:
-    return max((len(row) for row in column.to_pylist()), default=0)
+    return int(np.max(_lists(column)[1], initial=0))
 
 
 def _padded(column: pa.ChunkedArray, width: int) -> np.ndarray:
-    dtype = np.dtype(column.type.value_type.to_pandas_dtype())
-    out = np.full((len(column), width), _MISSING[dtype.kind], dtype=dtype)
-    for row, values in enumerate(column.to_pylist()):
-        kept = values[:width]
-        out[row, : len(kept)] = kept
+    values, lengths = _lists(column)
+    out = np.full((len(column), width), _MISSING[values.dtype.kind], dtype=values.dtype)
+    rows = np.repeat(np.arange(len(column)), lengths)
+    places = np.arange(len(values)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    kept = places < width
+    out[rows[kept], places[kept]] = values[kept]
     return out
 
 

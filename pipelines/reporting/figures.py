@@ -1,9 +1,9 @@
 """Numbers of a report out of the event log. What a number means is said in docs/terms.md.
 
-The statistics are `dspark.acceptance` and `dspark.calibration`; here events are grouped by drafter, temperature and
-domain, and the results put into the records of report.json.
+The statistics are those of `dspark.acceptance` and `dspark.calibration`; here events are grouped by variant,
+temperature and domain, and the results put into the records of report.json.
 
-Legend: R rounds, G block slots.
+Legend: R rounds, G block slots, Q requests.
 """
 
 from __future__ import annotations
@@ -14,91 +14,145 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipelines.reporting import statistics
+from dspark import acceptance
+from dspark.acceptance import DRAWS, Estimate, RoundTable
+from dspark.calibration import outcomes_known, reliability_bins, survival
 from pipelines.reporting.events import columns
 
 MEAN = "mean"
-_PAIR = ["drafter", "temperature"]
-THRESHOLDS = 51
+MAIN = "dspark"
+PLAIN = "plain"
 # The temperatures were fitted for the whole drafter, not for one with a part switched off.
-UNCALIBRATED = ("no-sequential-head", "plain")
+UNCALIBRATED = ("no-sequential-head", PLAIN)
+USUAL_POLICIES = ("", "none", "full", "full-block")
+LEVELS = np.linspace(0.0, 1.0, 41)
+SWEEP_DRAWS = 200
+
+Columns = Mapping[str, np.ndarray]
 
 
-def groups(events: pa.Table) -> Iterator[tuple[str, float, dict[str, np.ndarray]]]:
-    """(drafter, temperature, columns) in a fixed order: DSpark first, plain last."""
+def variant(drafter: str, policy: str) -> str:
+    """The name under which a drafter is reported: by itself, or with a length policy other than the whole block."""
+    return drafter if policy in USUAL_POLICIES else f"{drafter}, {policy}"
+
+
+def rank(pair: tuple[str, float]) -> tuple[int, str, float]:
+    """Order of the variants: DSpark, without its sequential head, others, plain decoding; then by temperature."""
+    return {MAIN: 0, "no-sequential-head": 1, PLAIN: 9}.get(pair[0], 5), pair[0], float(pair[1])
+
+
+def groups(events: pa.Table) -> Iterator[tuple[str, float, Columns]]:
+    """(variant, temperature, columns), in the order of `rank`."""
     table = columns(events)
     if not len(events):
         return
-    pairs = sorted(set(zip(table["drafter"], table["temperature"], strict=True)), key=_rank)
-    for drafter, temperature in pairs:
-        yield (
-            drafter,
-            float(temperature),
-            _rows(table, (table["drafter"] == drafter) & (table["temperature"] == temperature)),
-        )
+    names = np.array([variant(*pair) for pair in zip(table["drafter"], table["policy"], strict=True)], dtype=object)
+    for name, temperature in sorted(set(zip(names, table["temperature"], strict=True)), key=rank):
+        yield name, float(temperature), _rows(table, (names == name) & (table["temperature"] == temperature))
 
 
-def _rank(pair: tuple[str, float]) -> tuple[int, str, float]:
-    order = {"dspark": 0, "no-sequential-head": 1, "plain": 9}
-    return order.get(pair[0], 5), pair[0], float(pair[1])
-
-
-def _rows(table: Mapping[str, np.ndarray], keep: np.ndarray) -> dict[str, np.ndarray]:
+def _rows(table: Columns, keep: np.ndarray) -> dict[str, np.ndarray]:
     return {name: values[keep] for name, values in table.items()}
 
 
-def _domains(table: Mapping[str, np.ndarray]) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+def _domains(table: Columns) -> Iterator[tuple[str, Columns]]:
     for domain in sorted(set(table["domain"])):
         yield domain, _rows(table, table["domain"] == domain)
 
 
+def round_table(rows: Columns) -> RoundTable:
+    """The rounds as `dspark.acceptance` takes them; a request is an id, a seed and a domain."""
+    names: dict[tuple[Any, ...], int] = {}
+    keys = zip(rows["request_id"], rows["seed"], rows["domain"], strict=True)
+    slots = max(int(np.max(rows["proposed"], initial=0)), int(np.max(rows["scheduled"], initial=0)))
+
+    def cut(name: str) -> np.ndarray:
+        return rows[name][:, :slots]
+
+    return RoundTable(
+        request=np.array([names.setdefault(key, len(names)) for key in keys], dtype=np.int64),
+        committed=rows["committed"].astype(np.int64),
+        accepted_raw=rows["accepted_raw"].astype(np.int64),
+        scheduled=rows["scheduled"].astype(np.int64),
+        proposed=rows["proposed"].astype(np.int64),
+        bonus=rows["bonus"],
+        stop_cut=rows["stop_cut"],
+        accepted=cut("accepted"),
+        reached=cut("reached"),
+        rate=np.nan_to_num(cut("acceptance_rate").astype(np.float64)),
+        confidence_logits=cut("confidence_logits").astype(np.float64),
+    )
+
+
 def accepted_lengths(events: pa.Table) -> list[dict[str, Any]]:
-    """One record a drafter, temperature and domain, then their mean (every domain counts the same)."""
+    """One record a variant, temperature and domain, then their mean (every domain counts the same)."""
     records = []
-    for drafter, temperature, table in groups(events):
-        parts = []
-        for domain, rows in _domains(table):
-            estimate = statistics.accepted_length(rows["committed"], rows["request_id"])
-            parts.append((domain, rows, estimate))
-        mean = statistics.mean_accepted_length([(rows["committed"], rows["request_id"]) for _, rows, _ in parts])
-        for domain, rows, estimate in [*parts, (MEAN, table, mean)]:
+    for name, temperature, table in groups(events):
+        parts = [(domain, round_table(rows)) for domain, rows in _domains(table)]
+        whole = round_table(table)
+        estimates = [(domain, part, acceptance.accepted_length(part)) for domain, part in parts]
+        estimates.append((MEAN, whole, mean_accepted_length([part for _, part in parts])))
+        for domain, part, estimate in estimates:
+            rate = acceptance.verification_rate(part)
             records.append(
                 {
-                    "drafter": drafter,
+                    "drafter": name,
                     "temperature": temperature,
                     "domain": domain,
-                    **estimate,
-                    "rounds": len(rows["committed"]),
-                    "requests": len(set(rows["request_id"])),
-                    "tokens": int(rows["committed"].sum()),
-                    "drafted": int(rows["scheduled"].sum()),
-                    "accepted": int(rows["accepted_raw"].sum()),
-                    "verification_rate": _ratio(rows["accepted_raw"].sum(), rows["scheduled"].sum()),
-                    "stop_cuts": int(rows["stop_cut"].sum()),
+                    **_estimate(estimate),
+                    "tokens": int(part.committed.sum()),
+                    "drafted": int(part.scheduled.sum()),
+                    "accepted": int(part.accepted_raw.sum()),
+                    "verification_rate": _number(rate.value),
+                    "stop_cuts": int(part.stop_cut.sum()),
                 }
             )
     return records
 
 
+def mean_accepted_length(domains: Sequence[RoundTable], *, draws: int = DRAWS) -> Estimate:
+    """Mean of the domains' accepted lengths; requests are drawn again inside each domain."""
+    values = np.zeros(draws)
+    for seed, table in enumerate(domains):
+        committed = np.bincount(table.request, table.committed, minlength=table.requests)
+        rounds = np.bincount(table.request, minlength=table.requests)
+        chances = np.full(table.requests, 1 / table.requests)
+        counts = np.random.default_rng(seed).multinomial(table.requests, chances, size=draws)
+        values += (counts @ committed) / (counts @ rounds) / len(domains)
+    mean = float(np.mean([table.committed.sum() / len(table) for table in domains]))
+    low, high = np.percentile(values, [2.5, 97.5])
+    rounds_, requests = (sum(sizes) for sizes in zip(*[(len(t), t.requests) for t in domains], strict=True))
+    return Estimate(mean, float(low), float(high), rounds_, requests)
+
+
 def positions(events: pa.Table) -> list[dict[str, Any]]:
-    """Acceptance by slot: conditional, survival, and the mean analytic rate; one record a drafter and domain."""
+    """Acceptance by slot: conditional, analytic and survival; one record a variant, temperature and domain."""
     records = []
-    for drafter, temperature, table in groups(events):
+    for name, temperature, table in groups(events):
         if not table["scheduled"].any():
             continue
         for domain, rows in [("all", table), *_domains(table)]:
+            part = round_table(rows)
+            by_slot = zip(
+                acceptance.conditional_acceptance(part),
+                acceptance.survival_per_slot(part),
+                acceptance.analytic_acceptance(part),
+                strict=True,
+            )
             records.append(
                 {
-                    "drafter": drafter,
+                    "drafter": name,
                     "temperature": temperature,
                     "domain": domain,
-                    "slots": statistics.acceptance_by_slot(
-                        rows["accepted"],
-                        rows["reached"],
-                        rows["scheduled"],
-                        rows["acceptance_rate"],
-                        rows["request_id"],
-                    ),
+                    "slots": [
+                        {
+                            "slot": slot,
+                            "conditional": _estimate(conditional),
+                            "survival": _estimate(survived),
+                            "analytic": _estimate(analytic),
+                        }
+                        for slot, (conditional, survived, analytic) in enumerate(by_slot, 1)
+                    ],
                 }
             )
     return records
@@ -107,58 +161,100 @@ def positions(events: pa.Table) -> list[dict[str, Any]]:
 def confidence(events: pa.Table, temperatures: Sequence[float] | None) -> list[dict[str, Any]]:
     """How well the confidences tell what is accepted, before and after calibration, judged on these events.
 
-    The temperatures were fitted on other events (the calibration prompts). A record a drafter and temperature that has
-    confidences; before and after are equal without `temperatures`.
+    The temperatures were fitted on other events (the calibration prompts). Before and after are equal without
+    `temperatures`. A record a variant and temperature that has confidences.
     """
     records = []
-    for drafter, temperature, table in groups(events):
-        logits = table["confidence_logits"]
-        if drafter in UNCALIBRATED or not logits.size or np.isnan(logits).all():
+    for name, temperature, rows in groups(events):
+        table = round_table(rows)
+        if name in UNCALIBRATED or not table.with_confidence.any():
             continue
-        record: dict[str, Any] = {"drafter": drafter, "temperature": temperature, "rounds": len(logits)}
-        record |= statistics.judge_confidence(
-            logits, table["accepted"], table["reached"], table["scheduled"], temperatures
-        )
-        record["thresholds"] = statistics.threshold_sweep(
-            logits,
-            table["accepted_raw"],
-            table["scheduled"],
-            temperatures,
-            np.linspace(0.0, 1.0, THRESHOLDS),
-        )
+        if temperatures is not None and len(temperatures) != table.slots:
+            raise ValueError(
+                f"{len(temperatures)} temperatures for events of a block of {table.slots}; calibrate this drafter again"
+            )
+        record: dict[str, Any] = {"drafter": name, "temperature": temperature, "rounds": len(table)}
+        for moment, scale in (("before", None), ("after", temperatures)):
+            record |= _quality(table, moment, scale)
+        record["thresholds"] = _sweep(table, temperatures)
         records.append(record)
     return records
+
+
+def _quality(table: RoundTable, moment: str, temperatures: Sequence[float] | None) -> dict[str, Any]:
+    by_slot = acceptance.confidence_quality(table, temperatures)
+    found: dict[str, Any] = {
+        f"{measure}_{moment}": _mean([getattr(slot, measure).value for slot in by_slot])
+        for measure in ("ece", "auroc", "brier")
+    }
+    found[f"by_slot_{moment}"] = [
+        {measure: _estimate(getattr(slot, measure)) for measure in ("ece", "auroc", "brier")} for slot in by_slot
+    ]
+    use = table.with_confidence
+    survived, known = outcomes_known(table.accepted[use], table.reached[use])
+    chances = survival(table.confidence_logits[use], temperatures)
+    bins = reliability_bins(chances[known], survived[known])
+    edges = np.linspace(0.0, 1.0, len(bins.counts) + 1)
+    found[f"reliability_{moment}"] = [
+        {
+            "low": float(edges[k]),
+            "high": float(edges[k + 1]),
+            "count": int(bins.counts[k]),
+            "confidence": _number(bins.confidence[k]),
+            "accepted": _number(bins.frequency[k]),
+        }
+        for k in range(len(bins.counts))
+    ]
+    return found
+
+
+def _sweep(table: RoundTable, temperatures: Sequence[float] | None) -> list[dict[str, Any]]:
+    """Empty when no round verified its whole block: a shorter one cannot tell what longer ones would have given."""
+    if not (table.with_confidence & (table.scheduled == table.slots)).any():
+        return []
+    return [
+        {
+            "threshold": round(point.level, 4),
+            "scheduled": _number(point.verified.value),
+            "accepted_length": _number(point.accepted_length.value),
+            "verification_rate": _number(point.rate.value),
+        }
+        for point in acceptance.threshold_sweep(table, LEVELS, temperatures, draws=SWEEP_DRAWS)
+    ]
 
 
 def speed(
     events: pa.Table, completions: pa.Table, timings: Sequence[Mapping[str, Any]], mean_length: Mapping[Any, Any]
 ) -> list[dict[str, Any]]:
-    """Wall-clock speed by drafter and temperature, beside plain decoding at the same temperature.
+    """Wall-clock speed by variant and temperature, beside plain decoding at the same temperature.
 
     `timings` are stopwatch records {"drafter", "temperature", "tokens", "seconds", "max_rows"}. Without one the rounds'
     own times are added up, each step's shared among the answers in it; the pass over the prompt is not in them.
     """
     records = []
     measured = {(row["drafter"], float(row["temperature"])): row for row in timings}
-    recorded = {(drafter, temperature): _round_times(rows) for drafter, temperature, rows in groups(events)}
-    decoded = {(row["drafter"], float(row["temperature"])) for row in completions.select(_PAIR).to_pylist()}
-    for drafter, temperature in sorted(decoded | set(measured) | set(recorded), key=_rank):
-        own = recorded.get((drafter, temperature), {})
-        timing = measured.get((drafter, temperature), own)
+    recorded = {(name, temperature): _round_times(rows) for name, temperature, rows in groups(events)}
+    decoded = {
+        (variant(row["drafter"], row["policy"]), float(row["temperature"]))
+        for row in completions.select(["drafter", "policy", "temperature"]).to_pylist()
+    }
+    for pair in sorted(decoded | set(measured) | set(recorded), key=rank):
+        own = recorded.get(pair, {})
+        timing = measured.get(pair, own)
         records.append(
             {
-                "drafter": drafter,
-                "temperature": temperature,
+                "drafter": pair[0],
+                "temperature": pair[1],
                 "tokens": timing.get("tokens"),
                 "seconds": timing.get("seconds"),
                 "max_rows": timing.get("max_rows"),
-                "clock": "stopwatch" if (drafter, temperature) in measured else "rounds",
+                "clock": "stopwatch" if pair in measured else "rounds",
                 "tokens_per_second": _ratio(timing.get("tokens"), timing.get("seconds")),
-                "tokens_per_pass": 1.0 if drafter == "plain" else mean_length.get((drafter, temperature)),
+                "tokens_per_pass": 1.0 if pair[0] == PLAIN else mean_length.get(pair),
                 "draft_share": own.get("draft_share"),
             }
         )
-    plain = {row["temperature"]: row for row in records if row["drafter"] == "plain"}
+    plain = {row["temperature"]: row for row in records if row["drafter"] == PLAIN}
     for row in records:
         other = plain.get(row["temperature"])
         alike = other is not None and other["clock"] == row["clock"]
@@ -166,7 +262,7 @@ def speed(
     return records
 
 
-def _round_times(rows: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def _round_times(rows: Columns) -> dict[str, Any]:
     """A step's time belongs to all the answers in it, so each answer's round carries its share."""
     share = np.maximum(rows["batch_rows"], 1)
     draft, verify = float((rows["draft_ms"] / share).sum()), float((rows["verify_ms"] / share).sum())
@@ -176,6 +272,21 @@ def _round_times(rows: Mapping[str, np.ndarray]) -> dict[str, Any]:
         "max_rows": int(rows["batch_rows"].max()) if len(share) else None,
         "draft_share": _ratio(draft, draft + verify),
     }
+
+
+def _estimate(estimate: Estimate) -> dict[str, Any]:
+    """A single request has no interval."""
+    found = estimate.to_dict()
+    return found | {"low": None, "high": None} if estimate.requests < 2 else found
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    known = [value for value in values if np.isfinite(value)]
+    return float(np.mean(known)) if known else None
+
+
+def _number(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
 
 
 def _ratio(part: Any, whole: Any) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipelines.reporting.charts import number, percent
-from pipelines.reporting.page_results import name_of
+from pipelines.reporting.page_parts import name_of
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
@@ -85,7 +85,7 @@ def _positions(report: Mapping[str, Any]) -> list[str]:
                 name_of(row["drafter"]),
                 f"{row['temperature']:g}",
                 row["domain"],
-                *[percent(slot["conditional"], 1) for slot in row["slots"]],
+                *[percent(slot["conditional"]["value"], 1) for slot in row["slots"]],
                 *["–"] * (slots - len(row["slots"])),
             ]
             for row in report["positions"]
@@ -113,7 +113,7 @@ def _cache(report: Mapping[str, Any]) -> list[str]:
     cache = report["cache"]
     if not cache or not cache.get("bytes_per_token"):
         return []
-    line = f"{cache['bytes']:,} bytes, {cache['bytes_per_token']:,.1f} a token"
+    line = f"{cache['bytes_per_token']:,.1f} bytes a token"
     if cache.get("reference_bytes_per_token"):
         line += f"; the reference keeps {cache['reference_bytes_per_token']:,} a token"
     return ["## Target cache", "", line + ".", ""]

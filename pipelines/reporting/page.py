@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from pipelines.reporting import page_record, page_results
+from pipelines.reporting import page_confidence, page_record, page_results
 from pipelines.reporting.style import SCRIPT, STYLE
 
 # Nothing may be fetched, whatever stands in a title or a sample text.
@@ -22,7 +22,7 @@ SECTIONS = (
     ("lengths", "Accepted length", page_results.accepted_length),
     ("speed", "By the clock", page_results.speed),
     ("positions", "Slot by slot", page_results.positions),
-    ("confidence", "Confidence", page_results.confidence),
+    ("confidence", "Confidence", page_confidence.confidence),
     ("samples", "Sample texts", page_record.samples),
     ("training", "Training", page_record.training),
     ("cache", "Target cache", page_record.cache),
@@ -37,7 +37,8 @@ def render_page(report: Mapping[str, Any]) -> str:
     links = [("checks", "Checks")] + [(name, title) for name, title, _ in SECTIONS]
     menu = "".join(f'<li><a href="#{name}">{escape(title)}</a></li>' for name, title in links)
     body = "".join(
-        f'<section id="{name}" aria-labelledby="{name}-h"><h2 id="{name}-h">{escape(title)}</h2>{render(report)}</section>'
+        f'<section id="{name}" aria-labelledby="{name}-h"><h2 id="{name}-h">{escape(title)}</h2>'
+        f"{render(report)}</section>"
         for name, title, render in SECTIONS
     )
     thresholds = json.dumps([row["thresholds"] for row in report["confidence"]], separators=(",", ":"))
@@ -92,6 +93,13 @@ def _checks(report: Mapping[str, Any]) -> str:
         for flag in flags
     )
     items = items or "<li><b>Nothing stood out.</b> The texts do not loop, and there are rounds enough.</li>"
+    equality = report["equality"]
+    if equality and equality["equal"] + equality["ties"] == equality["compared"]:
+        tied = f", {equality['ties']} of them but for a tie in the target's logits" if equality["ties"] else ""
+        items += (
+            f'<li class="good"><b>Lossless.</b> All {equality["compared"]} greedy texts equal plain greedy decoding, '
+            f"token for token{tied}.</li>"
+        )
     return (
         '<section id="checks" aria-labelledby="checks-h"><h2 id="checks-h">Before you believe it</h2>'
         f'<ul class="flags">{items}</ul></section>'

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from pipelines.reporting.charts import Series, line_chart, number, stacked_bar
-from pipelines.reporting.page_results import absent, folded, table
+from pipelines.reporting.page_parts import absent, folded, name_of, table
 from pipelines.reporting.terms import TERMS
 
 # The curves that get a chart: (title, names a training log may use, the first found is drawn).
@@ -33,7 +33,7 @@ def samples(report: Mapping[str, Any]) -> str:
         '<p class="tokens-legend"><span class="ok">draft, kept</span><span class="from-target">from the target</span>'
         '<span class="no">draft, rejected</span></p>'
         '<div class="controls only-script"><label><input type="checkbox" id="drafts">Show rejected drafts in the text'
-        f'</label></div><div class="grid2" id="samples">{panels}</div>'
+        f'</label></div><div class="grid2" id="texts">{panels}</div>'
     )
 
 
@@ -44,7 +44,8 @@ def _sample(row: Mapping[str, Any]) -> str:
     return (
         f'<article class="panel sample"><h3>{escape(row["domain"])}, temperature {row["temperature"]:g} · '
         f'{number(row["accepted_length"])} tokens a round</h3><div class="prompt">{escape(row["prompt"])}</div>'
-        f'<div class="text">{text}{more}</div><p class="inspector only-script" aria-live="polite">Point at the text.</p>'
+        f'<div class="text">{text}{more}</div><p class="inspector only-script" aria-live="polite">'
+        "Point at the text, or tap it.</p>"
         "</article>"
     )
 
@@ -99,7 +100,7 @@ def training(report: Mapping[str, Any]) -> str:
     )
     return (
         f"<p>{log['steps']:,} optimiser steps.</p>"
-        f'<div class="grid3">{"".join(panels)}</div>{folded("Last values", last)}'
+        f'<div class="grid2">{"".join(panels)}</div>{folded("Last values", last)}'
     )
 
 
@@ -130,38 +131,32 @@ def _curve(title: str, name: str, series: Mapping[str, Sequence[Sequence[float]]
 
 def cache(report: Mapping[str, Any]) -> str:
     info = report["cache"]
-    if not info or not info.get("bytes"):
+    if not info or not info["bytes_per_token"]:
         return absent("No target cache figures came with this run.")
-    tokens = info.get("tokens")
-    parts = [(name, size / tokens if tokens else size) for name, size in info["parts"].items()]
-    rows = [("this cache", parts or [("everything", info["bytes_per_token"] or info["bytes"])])]
-    if info.get("reference_bytes_per_token"):
+    rows = [("this cache", list(info["parts"].items()))]
+    if info["reference_bytes_per_token"]:
         rows.append(("the reference, 16 bits a number", [("states", info["reference_bytes_per_token"])]))
     chart = stacked_bar(rows, title="Target cache, bytes a token", unit=lambda size: f"{size:,.0f} B a token")
     listing = table(
         "Target cache by part",
-        ["part", "bytes", "bytes a token", "share"],
+        ["part", "bytes a token", "share"],
         [
-            [
-                name,
-                f"{size:,}",
-                f"{size / tokens:,.1f}" if tokens else "–",
-                f"{100 * size / info['bytes']:.1f}%",
-            ]
-            for name, size in info["parts"].items()
+            [name, f"{size:,.1f}", f"{100 * size / info['bytes_per_token']:.1f}%"]
+            for name, size in [*info["parts"].items(), ("together", info["bytes_per_token"])]
         ],
     )
-    ratio = f", {number(info['ratio'], 1)} times smaller than the reference" if info.get("ratio") else ""
-    facts = f"{_bytes(info['bytes'])}"
-    if tokens:
-        facts += f" for {tokens:,} tokens"
-    if info.get("sequences"):
-        facts += f" of {info['sequences']:,} sequences"
-    codecs = info.get("codecs")
-    how = f" Codecs: {escape(_inline(codecs))}." if codecs else ""
+    facts = _bytes(info["bytes"]) if info["bytes"] else "Size unknown"
+    facts += f" for {info['tokens']:,} tokens" if info["tokens"] else ""
+    facts += f" of {info['sequences']:,} sequences" if info["sequences"] else ""
+    facts += f", {number(info['ratio'], 1)} times smaller than the reference" if info["ratio"] else ""
+    codecs = (
+        folded("Codecs and their measured errors", f"<pre>{escape(json.dumps(info['codecs'], indent=2))}</pre>")
+        if info["codecs"]
+        else ""
+    )
     return (
-        f"<p>{facts}{ratio}. What the target thought, as training reads it.{how}</p>"
-        f'<div class="grid2"><div class="panel">{chart}</div><div class="panel">{listing}</div></div>'
+        f"<p>{facts}. This is what the target thought, as training reads it.</p>"
+        f'<div class="grid2"><div class="panel">{chart}</div><div class="panel">{listing}{codecs}</div></div>'
     )
 
 
@@ -190,7 +185,7 @@ def data(report: Mapping[str, Any]) -> str:
         ["drafter", "temperature", "outputs", "empty", "looping", "repetitive", "identical", "cut by length"],
         [
             [
-                entry["drafter"],
+                name_of(entry["drafter"]),
                 f"{entry['temperature']:g}",
                 entry["completions"],
                 len(entry["empty"]),

@@ -1,4 +1,4 @@
-"""The page's sections on what was measured: accepted lengths, speed, acceptance by slot, confidence."""
+"""The page's sections on what was measured: accepted lengths, speed, acceptance by slot."""
 
 from __future__ import annotations
 
@@ -6,73 +6,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from pipelines.reporting.charts import (
-    Estimate,
-    Series,
-    bar_chart,
-    interval_chart,
-    line_chart,
-    number,
-    percent,
-    tape,
-)
+from pipelines.reporting.charts import Estimate, Series, bar_chart, interval_chart, line_chart, number, percent, tape
+from pipelines.reporting.page_parts import absent, folded, key, legend, marker_of, name_of, table, tone_of
 
-NAMES = {"dspark": "DSpark", "no-sequential-head": "without sequential head", "plain": "plain decoding"}
-TONES = {"dspark": "a", "no-sequential-head": "b", "plain": "c"}
-MARKERS = {"dspark": "circle", "no-sequential-head": "square", "plain": "diamond"}
-
-
-def name_of(drafter: str) -> str:
-    return NAMES.get(drafter, drafter)
-
-
-def tone_of(drafter: str) -> str:
-    return TONES.get(drafter, "d")
-
-
-def marker_of(drafter: str) -> str:
-    return MARKERS.get(drafter, "diamond")
-
-
-def absent(what: str) -> str:
-    return f'<p class="note">{escape(what)}</p>'
-
-
-def key(tone: str, marker: str, name: str, dashed: bool = False) -> str:
-    shapes = {
-        "circle": f'<circle cx="13" cy="6" r="3.6" class="dot tone-{tone}"/>',
-        "square": f'<rect x="9.6" y="2.6" width="6.8" height="6.8" class="dot tone-{tone}"/>',
-        "diamond": f'<polygon points="13,1.2 17.8,6 13,10.8 8.2,6" class="dot tone-{tone}"/>',
-        "none": "",
-    }
-    dash = " dashed" if dashed else ""
-    line = f'<line class="line tone-{tone}{dash}" x1="0" x2="26" y1="6" y2="6"/>'
-    return f'<li><svg viewBox="0 0 26 12" aria-hidden="true">{line}{shapes[marker]}</svg>{escape(name)}</li>'
-
-
-def legend(drafters: Sequence[str]) -> str:
-    return f'<ul class="legend">{"".join(key(tone_of(d), marker_of(d), name_of(d)) for d in drafters)}</ul>'
-
-
-def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[Any]], left: bool = False) -> str:
-    """Cells are text; the first of a row is its heading."""
-    top = "".join(f'<th scope="col">{escape(str(cell))}</th>' for cell in head)
-    body = "".join(
-        f'<tr><th scope="row">{escape(str(row[0]))}</th>'
-        + "".join(f"<td>{escape(str(cell))}</td>" for cell in row[1:])
-        + "</tr>"
-        for row in rows
-    )
-    # A table may be wider than a phone: it scrolls in itself, also by keyboard.
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption, quote=True)}">'
-        f"<table{' class=left' if left else ''}><caption>{escape(caption)}</caption><thead><tr>{top}</tr></thead>"
-        f"<tbody>{body}</tbody></table></div>"
-    )
-
-
-def folded(summary: str, content: str) -> str:
-    return f"<details><summary>{escape(summary)}</summary>{content}</details>"
+# Points that rest on fewer rounds are drawn hollow.
+FEW = 20
 
 
 def _temperatures(rows: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -149,8 +87,8 @@ def accepted_length(report: Mapping[str, Any]) -> str:
         ],
     )
     return (
-        "<p>How many tokens one pass of the target yields: the drafts it keeps, and one of its own. Each cell is a token "
-        f"that a round can yield, {cells} at most; the line below a tape is the 95% interval.</p>"
+        "<p>How many tokens one pass of the target yields: the drafts it keeps, and one of its own. Each cell is a "
+        f"token that a round can yield, {cells} at most; the line below a tape is the 95% interval.</p>"
         f'<div class="grid2">{"".join(heroes)}</div><div style="height:22px"></div>{legend(drafters)}'
         f'<div class="grid2">{"".join(charts)}</div>{folded("All accepted lengths as a table", figures)}'
     )
@@ -216,40 +154,55 @@ def positions(report: Mapping[str, Any]) -> str:
     rows = report["positions"]
     if not rows:
         return absent("No draft was verified.")
-    panels = []
     slots = max(len(row["slots"]) for row in rows)
+    panels, by_domain = [], []
+    domains = [domain for domain in dict.fromkeys(row["domain"] for row in rows) if domain != "all"]
     for temperature in _temperatures(rows):
         here = [row for row in rows if row["temperature"] == temperature]
         overall = [row for row in here if row["domain"] == "all"]
-        for title, field, low, high, y_label in (
-            ("Accepted, given that the slots before were", "conditional", "low", "high", "acceptance rate"),
-            ("Still accepted at this slot", "survival", "survival_low", "survival_high", "survival"),
-        ):
-            lines = [
-                Series(
-                    name=name_of(row["drafter"]),
-                    points=[(slot["slot"], slot[field]) for slot in row["slots"]],
-                    band=[(slot["slot"], slot[low], slot[high]) for slot in row["slots"]],
-                    tone=tone_of(row["drafter"]),
-                    marker=marker_of(row["drafter"]),
-                )
-                for row in overall
-            ]
-            panels.append(_slot_panel(f"{title}, temperature {temperature:g}", lines, slots, y_label))
+        looks = [(name_of(row["drafter"]), tone_of(row["drafter"]), marker_of(row["drafter"])) for row in overall]
+        for kind in ("Conditional acceptance", "Survival"):
+            lines = [_slot_line(row, kind, *look) for row, look in zip(overall, looks, strict=True)]
+            panels.append(_slot_panel(f"{kind}, temperature {temperature:g}", lines, slots))
+        own = [row for row in here if row["drafter"] == "dspark" and row["domain"] != "all"]
+        lines = [_slot_line(row, "Conditional acceptance", row["domain"], *_domain_look(domains, row)) for row in own]
+        if lines:
+            by_domain.append(_slot_panel(f"DSpark by domain, temperature {temperature:g}", lines, slots))
+    keys = "".join(key(*_domain_look(domains, {"domain": domain}), domain) for domain in domains)
     return (
-        "<p>The conditional rate says how good a slot is in itself; survival says how often a draft gets that far. Bands "
-        "are 95% intervals.</p>"
+        "<p>Conditional acceptance says how good a slot is in itself; survival says how often a draft gets that far. "
+        f"Bands are 95% intervals; a hollow point rests on fewer than {FEW} rounds.</p>"
         f'{legend(_drafters(rows))}<div class="grid2">{"".join(panels)}</div>'
+        + (f'<ul class="legend domains">{keys}</ul><div class="grid2">{"".join(by_domain)}</div>' if by_domain else "")
         + folded("Acceptance by slot and domain as a table", _slot_table(rows, slots))
     )
 
 
-def _slot_panel(title: str, lines: Sequence[Series], slots: int, y_label: str) -> str:
+def _domain_look(domains: Sequence[str], row: Mapping[str, Any]) -> tuple[str, str]:
+    """Tone and marker of a domain's line."""
+    place = domains.index(row["domain"])
+    return "adbc"[place % 4], ("circle", "diamond", "square")[place % 3]
+
+
+def _slot_line(row: Mapping[str, Any], kind: str, name: str, tone: str, marker: str) -> Series:
+    field = "survival" if kind == "Survival" else "conditional"
+    found = [(slot["slot"], slot[field]) for slot in row["slots"]]
+    return Series(
+        name=name,
+        points=[(slot, estimate["value"]) for slot, estimate in found],
+        band=[(slot, estimate["low"], estimate["high"]) for slot, estimate in found] if row["domain"] == "all" else [],
+        hollow=frozenset(slot for slot, estimate in found if estimate["rounds"] < FEW),
+        tone=tone,
+        marker=marker,
+    )
+
+
+def _slot_panel(title: str, lines: Sequence[Series], slots: int) -> str:
     chart = line_chart(
         lines,
         title=title,
         x_label="draft slot",
-        y_label=y_label,
+        y_label="",
         x_range=(0.7, slots + 0.3),
         y_range=(0.0, 1.0),
         x_ticks=list(range(1, slots + 1)),
@@ -268,136 +221,11 @@ def _slot_table(rows: Sequence[Mapping[str, Any]], slots: int) -> str:
                 name_of(row["drafter"]),
                 f"{row['temperature']:g}",
                 row["domain"],
-                *[percent(slot["conditional"], 1) for slot in row["slots"]],
+                *[percent(slot["conditional"]["value"], 1) for slot in row["slots"]],
                 *["–"] * (slots - len(row["slots"])),
-                f"{row['slots'][0]['reached']:,}" if row["slots"] else "–",
-                f"{row['slots'][-1]['reached']:,}" if row["slots"] else "–",
+                f"{row['slots'][0]['conditional']['rounds']:,}" if row["slots"] else "–",
+                f"{row['slots'][-1]['conditional']['rounds']:,}" if row["slots"] else "–",
             ]
             for row in rows
         ],
-    )
-
-
-def confidence(report: Mapping[str, Any]) -> str:
-    rows = report["confidence"]
-    if not rows:
-        return absent("This drafter has no confidence head, or no confidences were recorded.")
-    panels = []
-    for index, row in enumerate(rows):
-        if row["drafter"] == "dspark":
-            panels += [_reliability(row), _sweep(row, index)]
-    temperatures = (report["calibration"] or {}).get("temperatures")
-    fitted = (
-        "Temperatures of the slots, fitted on other prompts: " + ", ".join(number(t) for t in temperatures) + "."
-        if temperatures
-        else "The confidences were not calibrated."
-    )
-    marks = key("b", "square", "before calibration", dashed=True) + key("a", "circle", "after")
-    return (
-        "<p>The drafter says beforehand how likely each draft is to be kept. On the dotted diagonal it is exactly right. "
-        f'{escape(fitted)}</p><ul class="legend">{marks}</ul><div class="grid2">{"".join(panels)}</div>'
-        + folded("Calibration error as a table", _confidence_table(rows))
-    )
-
-
-def _reliability(row: Mapping[str, Any]) -> str:
-    lines = []
-    for name, tone, marker, dashed in (("before", "b", "square", True), ("after", "a", "circle", False)):
-        bins = [b for b in row["reliability"][name] if b["count"]]
-        lines.append(
-            Series(
-                name=name,
-                points=[(b["confidence"], b["accepted"]) for b in bins],
-                tone=tone,
-                marker=marker,
-                dashed=dashed,
-            )
-        )
-    counts = [b["count"] for b in row["reliability"]["after"]]
-    most = max(counts, default=0) or 1
-    chart = line_chart(
-        lines,
-        title=f"Reliability, temperature {row['temperature']:g}",
-        x_label="predicted survival",
-        y_label="really accepted",
-        x_range=(0.0, 1.0),
-        y_range=(0.0, 1.0),
-        x_ticks=[0, 0.25, 0.5, 0.75, 1],
-        y_ticks=[0, 0.25, 0.5, 0.75, 1],
-        x_format=percent,
-        y_format=percent,
-        diagonal=True,
-        bars=[(b["low"], b["high"], 0.3 * b["count"] / most) for b in row["reliability"]["after"] if b["count"]],
-        height=250,
-    )
-    return (
-        f'<div class="panel"><h3>Reliability, temperature {row["temperature"]:g}</h3>{chart}<p class="note">Expected '
-        f"calibration error {percent(row['ece_before'], 1)} before, <b>{percent(row['ece_after'], 1)}</b> after, mean "
-        f"over slots, {row['rounds']:,} rounds. Grey bars: how often each prediction was made.</p></div>"
-    )
-
-
-def _sweep(row: Mapping[str, Any], index: int) -> str:
-    sweep = row["thresholds"]
-    most = max(point["scheduled"] for point in sweep) + 1
-    lines = [
-        Series(
-            name="accepted length",
-            points=[(point["threshold"], point["accepted_length"]) for point in sweep],
-            tone="a",
-            marker="none",
-        ),
-        Series(
-            name="tokens verified",
-            points=[(point["threshold"], point["scheduled"] + 1) for point in sweep],
-            tone="c",
-            marker="none",
-            dashed=True,
-        ),
-    ]
-    chart = line_chart(
-        lines,
-        title=f"Accepted length against confidence threshold, temperature {row['temperature']:g}",
-        x_label="survival threshold",
-        y_label="tokens a round",
-        x_range=(0.0, 1.0),
-        y_range=(0.0, max(most, 2.0)),
-        x_ticks=[0, 0.25, 0.5, 0.75, 1],
-        height=200,
-        cursor=True,
-    )
-    start = len(sweep) // 4
-    readout = "".join(
-        f'<div><dt>{name}</dt><dd data-field="{field}"{" data-percent=1" if share else ""}>'
-        f"{percent(sweep[start][field]) if share else number(sweep[start][field])}</dd></div>"
-        for name, field, share in (
-            ("threshold", "threshold", False),
-            ("drafts verified", "scheduled", False),
-            ("accepted length", "accepted_length", False),
-            ("of them kept", "verification_rate", True),
-        )
-    )
-    label = f"Verify only drafts whose survival is at least the threshold (temperature {row['temperature']:g})"
-    legend_items = key("a", "none", "accepted length") + key("c", "none", "tokens verified", dashed=True)
-    return (
-        f'<div class="panel" data-sweep="{index}"><h3>Verifying less, temperature {row["temperature"]:g}</h3>'
-        f'<ul class="legend">{legend_items}</ul>{chart}'
-        f'<div class="controls only-script"><input type="range" min="0" max="{len(sweep) - 1}" value="{start}" '
-        f'aria-label="{escape(label, quote=True)}"></div><dl class="readout">{readout}</dl><p class="note">Replayed on '
-        "the recorded rounds; with shorter rounds the later ones would have begun elsewhere.</p></div>"
-    )
-
-
-def _confidence_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    def cells(row: Mapping[str, Any], name: str) -> list[str]:
-        by_slot = [percent(value, 1) for value in row["ece_by_slot"][name]]
-        auroc = number(row.get(f"auroc_{name}"), 3)
-        first = f"{name_of(row['drafter'])}, temperature {row['temperature']:g}, {name}"
-        return [first, percent(row[f"ece_{name}"], 2), number(row[f"brier_{name}"], 3), auroc, *by_slot]
-
-    slots = max(len(row["ece_by_slot"]["after"]) for row in rows)
-    return table(
-        "Expected calibration error (ECE) of the survival probability",
-        ["", "ECE, mean", "Brier", "AUROC", *[f"slot {slot + 1}" for slot in range(slots)]],
-        [cells(row, name) for row in rows for name in ("before", "after")],
     )

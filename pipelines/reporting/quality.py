@@ -14,6 +14,7 @@ FEWEST_ROUNDS = 200
 _GRAM = 4
 _LOOP_SHARE = 0.5
 _LONGEST_PERIOD = 32
+_SHORTEST_LOOP = 12
 
 
 def repetition(tokens: Sequence[int], gram: int = _GRAM) -> float:
@@ -22,14 +23,12 @@ def repetition(tokens: Sequence[int], gram: int = _GRAM) -> float:
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def ends_in_loop(tokens: Sequence[int], *, repeats: int = 4) -> bool:
-    """Whether the text ends with a passage of at most 32 tokens said `repeats` times in a row."""
+def ends_in_loop(tokens: Sequence[int]) -> bool:
+    """Whether the text ends with a passage of up to 32 tokens said four times or more, 12 tokens together."""
     for period in range(1, _LONGEST_PERIOD + 1):
-        length = period * repeats
-        if length > len(tokens) or (period == 1 and length * 2 > len(tokens)):
-            continue
-        tail = list(tokens[-length:])
-        if all(tail[index] == tail[index - period] for index in range(period, length)):
+        length = max(4 * period, _SHORTEST_LOOP)
+        tail = tokens[-length:]
+        if len(tail) == length and all(tail[index] == tail[index - period] for index in range(period, length)):
             return True
     return False
 
@@ -172,13 +171,14 @@ def _text_flags(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         )
     block = (report["subject"].get("drafter") or {}).get("block_size")
     for row in report["accepted_length"]:
-        if block and row["domain"] != "mean" and row["drafter"] == "dspark" and row["value"] is not None:
-            if row["value"] > 0.95 * (block + 1):
-                found.append(
-                    (
-                        "warning",
-                        f"Nearly every draft is accepted on {row['domain']} at temperature {row['temperature']:g}; "
-                        "look at the text before believing it.",
-                    )
+        if row["domain"] == "mean" or row["drafter"] != "dspark" or row["value"] is None:
+            continue
+        if block and row["value"] > 0.95 * (block + 1):
+            found.append(
+                (
+                    "warning",
+                    f"Nearly every draft is accepted on {row['domain']} at temperature {row['temperature']:g}; look at "
+                    "the text before believing it.",
                 )
+            )
     return found

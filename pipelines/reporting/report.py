@@ -38,7 +38,7 @@ class ReportInputs:
     target, drafter: facts to name ("name", "revision", "parameters" …; "block_size", "markov_head_type" …).
     calibration: {"temperatures": [G], "fitted_on": …, "rounds": …}; None when not calibrated.
     training: rows of the training log, each with "step" and numbers.
-    cache: {"sequences", "tokens", "hidden_size", "captured_layers", "parts": {name: bytes}, "codecs"}.
+    cache: what `TargetCache.info()` returns.
     conversations: result of `conversation_summary`, or the manifest of the conversations.
     timings: stopwatch records {"drafter", "temperature", "tokens", "seconds", "max_rows"}.
     prompts: text of the prompts by request id, for the samples. decode: token ids to text.
@@ -131,19 +131,19 @@ def _finite(value: Any) -> Any:
 
 
 def _outputs(completions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    pairs = sorted({(row["drafter"], row["temperature"]) for row in completions}, key=lambda pair: figures._rank(pair))
+    by_variant: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
+    for row in completions:
+        pair = (figures.variant(row["drafter"], row["policy"]), row["temperature"])
+        by_variant.setdefault(pair, []).append(row)
     return [
-        {"drafter": drafter, "temperature": temperature}
-        | quality.degenerate_outputs(
-            [row for row in completions if (row["drafter"], row["temperature"]) == (drafter, temperature)]
-        )
-        for drafter, temperature in pairs
+        {"drafter": pair[0], "temperature": pair[1]} | quality.degenerate_outputs(by_variant[pair])
+        for pair in sorted(by_variant, key=figures.rank)
     ]
 
 
 def _equality(completions: Sequence[Mapping[str, Any]], gap_tolerance: float) -> dict[str, Any] | None:
     """DSpark against plain decoding at temperature 0; None when one of them was not run."""
-    greedy = [row for row in completions if row["temperature"] == 0]
+    greedy = [row for row in completions if row["temperature"] == 0 and row["policy"] in figures.USUAL_POLICIES]
     drafted = [row for row in greedy if row["drafter"] == "dspark"]
     plain = [row for row in greedy if row["drafter"] == "plain"]
     if not drafted or not plain:
@@ -188,20 +188,26 @@ def _thinned(points: list[list[float]]) -> list[list[float]]:
 
 
 def cache_sizes(cache: Mapping[str, Any]) -> dict[str, Any]:
-    """Bytes by part, a token, and beside the reference's (captured layers + 1) · d · 2 bytes a token (6·d·2 for five)."""
+    """`TargetCache.info()` as the report keeps it: bytes a token by part, beside the reference's.
+
+    The reference keeps (captured layers + 1) · d numbers of 16 bits a token: 6·d·2 bytes for five layers.
+    """
     if not cache:
         return {}
-    tokens, hidden, layers = cache.get("tokens"), cache.get("hidden_size"), cache.get("captured_layers")
-    parts = {name: int(size) for name, size in (cache.get("parts") or {}).items()}
-    total = sum(parts.values()) or cache.get("bytes")
-    reference = (layers + 1) * hidden * 2 if layers and hidden else None
-    per_token = total / tokens if total and tokens else None
-    return dict(cache) | {
-        "parts": parts,
-        "bytes": total,
-        "bytes_per_token": per_token,
-        "reference_bytes_per_token": reference,
-        "ratio": reference / per_token if reference and per_token else None,
+    by_part = dict(cache["bytes_per_token"])
+    whole, raw = by_part.pop("all", None), cache.get("raw_bytes_per_token")
+    if whole is None:
+        whole = sum(by_part.values())
+    return {
+        "sequences": cache.get("rows"),
+        "tokens": cache.get("tokens"),
+        "bytes": cache.get("bytes"),
+        "parts": by_part,
+        "bytes_per_token": whole,
+        "reference_bytes_per_token": raw,
+        "ratio": raw / whole if raw and whole else None,
+        "codecs": cache.get("codecs"),
+        "identity": cache.get("identity"),
     }
 
 
@@ -242,37 +248,37 @@ def conversation_summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def summary(report: Mapping[str, Any]) -> list[str]:
     """The findings in a few sentences, made from the figures alone."""
-    lengths = {
-        (row["drafter"], row["temperature"]): row for row in report["accepted_length"] if row["domain"] == "mean"
-    }
-    fastest = {(row["drafter"], row["temperature"]): row["against_plain"] for row in report["speed"]}
-    sentences = []
-    for (drafter, temperature), row in sorted(lengths.items(), key=lambda item: item[0][1]):
-        if drafter != "dspark" or row["value"] is None:
-            continue
-        text = f"At temperature {temperature:g} the target's every pass yields {row['value']:.2f} tokens"
-        without = lengths.get(("no-sequential-head", temperature))
-        if without and without["value"] is not None:
-            text += f" ({without['value']:.2f} with the sequential head switched off, 1 without a drafter)"
-        speed = fastest.get(("dspark", temperature))
-        if speed is not None:
-            text += f"; by the clock of this machine, {_times(speed)}"
-        sentences.append(text + ".")
-    equality = report["equality"]
-    if equality:
-        text = f"{equality['equal']} of {equality['compared']} greedy texts equal plain greedy decoding token for token"
-        if equality["ties"]:
-            text += f", {equality['ties']} part at a tie (logit gap up to {equality['gap_tolerance']:g})"
-        sentences.append(text + ".")
+    rows = [row for row in report["accepted_length"] if row["domain"] == figures.MEAN and row["value"] is not None]
+    lengths = {(row["drafter"], row["temperature"]): row["value"] for row in rows}
+    temperatures = sorted(temperature for drafter, temperature in lengths if drafter == "dspark")
+    if not temperatures:
+        return []
+    own = [
+        f"{lengths['dspark', t]:.2f}{'' if index else ' tokens'} at temperature {t:g}"
+        for index, t in enumerate(temperatures)
+    ]
+    text = f"One pass of the target yields {_listed(own)}"
+    without = [lengths.get(("no-sequential-head", t)) for t in temperatures]
+    if known := [f"{value:.2f}" for value in without if value is not None]:
+        text += f"; with the drafter's sequential head switched off, {_listed(known)}"
+    sentences = [text + "."]
+    ratios = {row["temperature"]: row["against_plain"] for row in report["speed"] if row["drafter"] == "dspark"}
+    known_ratios = [(t, ratio) for t in temperatures if (ratio := ratios.get(t)) is not None]
+    if known_ratios:
+        clock = [
+            f"{ratio:.2f} times{'' if index else ' the speed of plain decoding'}{_verdict(ratio)} at temperature {t:g}"
+            for index, (t, ratio) in enumerate(known_ratios)
+        ]
+        sentences.append(f"By the clock of this machine that is {_listed(clock)}.")
     return sentences
 
 
-def _times(ratio: float) -> str:
-    if ratio >= 1.005:
-        return f"{ratio:.2f} times as fast as plain decoding"
-    return (
-        f"slower than plain decoding, at {ratio:.2f} times its speed" if ratio < 0.995 else "as fast as plain decoding"
-    )
+def _listed(items: Sequence[str]) -> str:
+    return " and ".join([", ".join(items[:-1]), items[-1]]) if len(items) > 1 else items[0]
+
+
+def _verdict(ratio: float) -> str:
+    return " (slower)" if ratio < 0.995 else ""
 
 
 def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 Decode = Callable[[Sequence[int]], str]
 LONGEST = 160
-PER_DOMAIN = 1
+FEWEST = 4  # rounds of a text worth showing, where there is a longer one
+_REQUEST = ["temperature", "domain", "request_id", "seed", "policy"]
 _CONTEXT = 8
 
 
@@ -31,21 +33,30 @@ def sample_texts(
     Without `decode` token ids stand for their text.
     """
     show = decode or (lambda ids: "".join(f"⟨{token}⟩" for token in ids))
-    rows = [row for row in events.to_pylist() if row["drafter"] == drafter]
-    answers: dict[tuple[float, str, str, int, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        key = (row["temperature"], row["domain"], row["request_id"], row["seed"], row["policy"])
-        answers.setdefault(key, []).append(row)
+    own = events.filter(pc.equal(events["drafter"], drafter))
+    lengths = own.group_by(_REQUEST).aggregate([("committed", "mean"), ("committed", "count")]).to_pylist()
     chosen = []
-    for temperature, domain in sorted({key[:2] for key in answers}):
-        candidates = {key: group for key, group in answers.items() if key[:2] == (temperature, domain)}
-        lengths = {key: float(np.mean([row["committed"] for row in group])) for key, group in candidates.items()}
-        middle = float(np.mean(list(lengths.values())))
-        nearest = sorted(candidates, key=lambda key: (len(candidates[key]) < 4, abs(lengths[key] - middle), key))
-        chosen += nearest[:PER_DOMAIN]
-    return [
-        _sample(sorted(answers[key], key=lambda row: row["round"]), prompts.get(key[2], ""), show) for key in chosen
-    ]
+    for temperature, domain in sorted({(row["temperature"], row["domain"]) for row in lengths}):
+        here = [row for row in lengths if (row["temperature"], row["domain"]) == (temperature, domain)]
+        middle = sum(row["committed_mean"] for row in here) / len(here)
+        chosen.append(
+            min(
+                here,
+                key=lambda row: (
+                    row["committed_count"] < FEWEST,
+                    abs(row["committed_mean"] - middle),
+                    [str(row[name]) for name in _REQUEST],
+                ),
+            )
+        )
+    samples = []
+    for row in chosen:
+        keep = pa.array(np.ones(len(own), dtype=bool))
+        for name in _REQUEST:
+            keep = pc.and_(keep, pc.equal(own[name], row[name]))
+        rounds = sorted(own.filter(keep).to_pylist(), key=lambda event: event["round"])
+        samples.append(_sample(rounds, prompts.get(row["request_id"], ""), show))
+    return samples
 
 
 def _sample(rows: Sequence[Mapping[str, Any]], prompt: str, decode: Decode) -> dict[str, Any]:

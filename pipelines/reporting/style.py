@@ -24,7 +24,7 @@ STYLE = (
 html{-webkit-text-size-adjust:100%;scroll-behavior:smooth}
 @media (prefers-reduced-motion:reduce){html{scroll-behavior:auto}}
 body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.58 system-ui,-apple-system,"Segoe UI",Roboto,
-"Noto Sans","DejaVu Sans",sans-serif;overflow-wrap:break-word}
+"Noto Sans","DejaVu Sans",sans-serif;overflow-wrap:anywhere}
 main,header,footer{max-width:1080px;margin:0 auto;padding:0 clamp(16px,4vw,40px)}
 h1,h2,.lede,.big,blockquote{font-family:"Iowan Old Style","Palatino Linotype",Palatino,"Book Antiqua",Charter,
 Georgia,"DejaVu Serif",serif}
@@ -40,18 +40,18 @@ code{font-size:.86em;overflow-wrap:anywhere}
 .skip{position:absolute;left:-999px}.skip:focus{left:12px;top:12px;background:var(--panel);padding:8px 14px;z-index:9}
 header{padding-top:clamp(24px,6vw,64px)}
 .eyebrow{font-size:.78rem;letter-spacing:.09em;text-transform:uppercase;color:var(--soft);margin:0}
-.lede{font-size:clamp(1.06rem,2.3vw,1.28rem);line-height:1.5;max-width:58ch}
+.lede{font-size:clamp(1.08rem,2.4vw,1.36rem);line-height:1.48;max-width:56ch;text-wrap:pretty}
 .facts{display:flex;flex-wrap:wrap;gap:.2rem 1.6rem;margin:1.2rem 0 0;padding:0;list-style:none;color:var(--soft);
 font-size:.88rem}
 .facts b{color:var(--ink);font-weight:600}
 nav{max-width:1080px;margin:26px auto 0;padding:0 clamp(16px,4vw,40px)}
-nav ul{display:flex;flex-wrap:wrap;gap:2px 20px;list-style:none;margin:0;padding:10px 0;border-block:1px solid var(--line);
+nav ul{display:flex;flex-wrap:wrap;gap:2px 20px;list-style:none;margin:0;padding:10px 0;
+border-block:1px solid var(--line);
 font-size:.88rem}
 nav a{color:var(--ink);text-decoration:none;display:block;padding:4px 0}nav a:hover{text-decoration:underline}
 section{padding:clamp(30px,5.4vw,54px) 0 0}
 section>p:first-of-type{color:var(--soft)}
-.grid2,.grid3{display:grid;gap:18px;grid-template-columns:repeat(auto-fit,minmax(min(100%,330px),1fr))}
-.grid3{grid-template-columns:repeat(auto-fit,minmax(min(100%,270px),1fr))}
+.grid2{display:grid;gap:18px;grid-template-columns:repeat(auto-fit,minmax(min(100%,330px),1fr))}
 .panel{background:var(--panel);border:1px solid var(--line);border-radius:10px;padding:18px clamp(14px,2.4vw,22px);
 min-width:0;break-inside:avoid}
 .panel.wide{grid-column:1/-1}
@@ -63,7 +63,7 @@ color:var(--ink);display:inline-block;vertical-align:middle;margin-left:.6rem;ma
 .ladder{display:grid;gap:10px;margin:16px 0 0;padding:0;list-style:none}
 .ladder .who{display:flex;justify-content:space-between;gap:1rem;font-size:.88rem;margin-bottom:3px}
 .ladder .who b{font-variant-numeric:tabular-nums}
-svg{display:block;width:100%;height:auto;overflow:hidden}
+svg{display:block;width:100%;height:auto;overflow:visible}
 svg.chart{max-width:440px}svg.tape{max-width:none}
 svg text{font:11px system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;fill:var(--soft)}
 svg .row{font-size:12px;fill:var(--ink)}svg .value{fill:var(--ink);font-variant-numeric:tabular-nums}
@@ -72,15 +72,16 @@ svg .row{font-size:12px;fill:var(--ink)}svg .value{fill:var(--ink);font-variant-
 .cursor{stroke:var(--ink);stroke-width:1.5}
 .line{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}.dashed{stroke-dasharray:6 4}
 .band{opacity:.15;stroke:none}.whisker{stroke-width:2;stroke-linecap:round}
-.bar-quiet{fill:var(--faint)}.cell{fill:var(--faint)}
-.dot{stroke:var(--panel);stroke-width:1.2}
+.bar-quiet{fill:var(--line);opacity:.7}.cell{fill:var(--faint)}
+.dot{stroke:var(--panel);stroke-width:1.2}.ring{fill:var(--panel);stroke-width:1.6}
 """
     + "".join(
-        f".line.tone-{tone},.whisker.tone-{tone}{{stroke:var(--{tone})}}.dot.tone-{tone},.band.tone-{tone},"
-        f".cell-full.tone-{tone}{{fill:var(--{tone})}}.key.tone-{tone}{{color:var(--{tone})}}"
+        f".line.tone-{tone},.ring.tone-{tone},.whisker.tone-{tone}{{stroke:var(--{tone})}}"
+        f".dot.tone-{tone},.band.tone-{tone},.cell-full.tone-{tone}{{fill:var(--{tone})}}"
         for tone in "abcd"
     )
     + """
+.legend li{min-width:0}
 .legend{display:flex;flex-wrap:wrap;gap:2px 18px;margin:0 0 12px;padding:0;list-style:none;font-size:.87rem}
 .legend svg{display:inline-block;width:26px;height:12px;vertical-align:-1px;margin-right:7px}
 .scroll{overflow-x:auto;margin:0 -4px;padding:0 4px}
@@ -96,36 +97,43 @@ details pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.8rem;line-hei
 .flags{list-style:none;margin:0;padding:0;display:grid;gap:8px}
 .flags li{padding:10px 14px;border-left:3px solid var(--line);background:var(--panel);font-size:.92rem}
 .flags .warning{border-color:var(--b);background:var(--warn)}
+.flags .good{border-color:var(--a)}
 .flags b{font-weight:650}
+.legend.domains{margin-top:20px}
 .controls{display:flex;flex-wrap:wrap;gap:8px 18px;align-items:center;font-size:.9rem;margin:0 0 14px}
 input[type=range]{flex:1 1 200px;max-width:420px;accent-color:var(--a)}
 input[type=checkbox]{accent-color:var(--a);width:1.05em;height:1.05em;vertical-align:-.15em;margin-right:.45em}
-.readout{display:grid;gap:2px 18px;grid-template-columns:repeat(auto-fit,minmax(118px,1fr));margin:0}
+.readout{display:grid;gap:2px 18px;grid-template-columns:repeat(auto-fit,minmax(96px,1fr));margin:0}
 .readout dt{font-size:.8rem;color:var(--soft);line-height:1.3}
 .readout dd{margin:0 0 4px;font-size:1.35rem;font-weight:600;font-variant-numeric:tabular-nums}
 .text{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.87rem;line-height:1.95;margin:0}
 .prompt{font-size:.92rem;margin:0 0 12px;padding:0 0 0 12px;border-left:3px solid var(--line);white-space:pre-wrap;
 max-height:9.6em;overflow:auto}
 .round{cursor:default;border-radius:4px}
-.ok{background:var(--a-wash);border-radius:3px;padding:.14em 0;box-decoration-break:clone;-webkit-box-decoration-break:clone}
+.ok{background:var(--a-wash);border-radius:3px;padding:.14em 0;box-decoration-break:clone;
+-webkit-box-decoration-break:clone}
 .ok+.ok{border-top-left-radius:0;border-bottom-left-radius:0}
-.from-target{background:var(--target-wash);color:var(--ink);border-bottom:2px solid var(--target);border-radius:3px 3px 0 0;
+.from-target{background:var(--target-wash);color:var(--ink);border-bottom:2px solid var(--target);
+border-radius:3px 3px 0 0;
 padding:.14em 0;margin:0 1px}
 .no{display:none;color:var(--no);text-decoration:line-through;text-decoration-thickness:1.5px;font-size:.82em}
 .show-drafts .no{display:inline}.no.late{opacity:.66}
 .round:hover,.round.here{box-shadow:0 0 0 2px var(--ink)}
-.inspector{position:sticky;bottom:0;margin:12px 0 0;padding:10px 0 0;border-top:1px solid var(--line);background:var(--panel);
+.sample.active .inspector{position:sticky;bottom:0}
+.inspector{margin:12px 0 0;padding:10px 0 0;border-top:1px solid var(--line);background:var(--panel);
 font-size:.85rem;color:var(--soft);min-height:3.4em}
 .inspector code{color:var(--ink)}
 .tokens-legend span{padding:.1em .35em;margin-right:.3em}.tokens-legend .no{display:inline}
-dl.terms{display:grid;gap:6px 28px;grid-template-columns:repeat(auto-fit,minmax(min(100%,320px),1fr));margin:0;font-size:.9rem}
+dl.terms{display:grid;gap:6px 28px;grid-template-columns:repeat(auto-fit,minmax(min(100%,320px),1fr));margin:0;
+font-size:.9rem}
 dl.terms dt{font-weight:650}dl.terms dd{margin:0 0 8px;color:var(--soft)}
-dl.pairs{display:grid;grid-template-columns:minmax(90px,max-content) 1fr;gap:4px 18px;margin:0;font-size:.88rem}
+dl.pairs{display:grid;grid-template-columns:fit-content(38%) 1fr;gap:4px 18px;margin:0;font-size:.88rem}
 dl.pairs dt{color:var(--soft)}dl.pairs dd{margin:0;overflow-wrap:anywhere;min-width:0}
 footer{padding-block:44px 60px;color:var(--soft);font-size:.86rem}
 .only-script{display:none}.script .only-script{display:block}.script .controls.only-script{display:flex}
 @media (max-width:520px){th,td{padding-right:10px}.big small{margin-left:.4rem}}
-@media print{body{font-size:10.5pt}nav,.skip,.controls,.inspector,.only-script,.script .only-script{display:none!important}
+@media print{body{font-size:10.5pt}
+nav,.skip,.controls,.inspector,.only-script,.script .only-script{display:none!important}
 main,header,footer{max-width:none;padding:0}section{padding-top:20pt}.panel{border-color:#bbb}
 .text{font-size:8pt}*{-webkit-print-color-adjust:exact;print-color-adjust:exact}.scroll{overflow:visible}
 .prompt{max-height:none}h2{break-after:avoid}}
@@ -163,14 +171,17 @@ document.querySelectorAll('.sample').forEach(function(sample){
   text.setAttribute('aria-label','Text by decoding rounds; left and right arrow keys go from round to round');
   function show(index){
     if(at>=0)rounds[at].classList.remove('here');
-    at=index;rounds[at].classList.add('here');line.textContent=rounds[at].dataset.tip;
+    at=index;rounds[at].classList.add('here');sample.classList.add('active');line.textContent=rounds[at].dataset.tip;
   }
   text.addEventListener('keydown',function(event){
     var step=event.key==='ArrowRight'?1:event.key==='ArrowLeft'?-1:0;
     if(step){event.preventDefault();show(Math.min(rounds.length-1,Math.max(0,at+step)));}
   });
 });
-var box=document.getElementById('drafts'),texts=document.getElementById('samples');
+addEventListener('beforeprint',function(){
+  document.querySelectorAll('details').forEach(function(part){part.open=true;});
+});
+var box=document.getElementById('drafts'),texts=document.getElementById('texts');
 if(box)box.addEventListener('change',function(){texts.classList.toggle('show-drafts',box.checked);});
 })();
 """

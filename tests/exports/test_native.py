@@ -14,6 +14,7 @@ from pipelines.exports import gates, native
 from pipelines.exports.native import Publication, PublishError, publish_native, verify_published
 from storage.filesystems import Folder
 
+
 @pytest.fixture
 def vanilla() -> Publication:
     return publication("dspark_vanilla")
@@ -204,7 +205,9 @@ def test_object_stores_get_the_manifest_last(
     order: list[str] = []
     plain_writer, plain_write = Folder.writer, Folder.write
     monkeypatch.setattr(Folder, "writer", lambda self, name: (order.append(name), plain_writer(self, name))[1])
-    monkeypatch.setattr(Folder, "write", lambda self, name, data: (order.append(name), plain_write(self, name, data))[1])
+    monkeypatch.setattr(
+        Folder, "write", lambda self, name, data: (order.append(name), plain_write(self, name, data))[1]
+    )
     destination = Folder(tmp_path / "out")
     staging = tmp_path / "staging"
     staging.mkdir()

@@ -16,7 +16,10 @@ def test_reads_the_reference_checkpoints(name: str) -> None:
     reader = NativeReader(GOLDEN / name / "checkpoint")
     with np.load(GOLDEN / name / "draft_rounds.npz") as stored:
         case = {key: torch.from_numpy(stored[key]) for key in stored.files}
-    features, sequence = case["context_features"].reshape(-1, case["context_features"].shape[-1]), case["sequence"].flatten()
+    features, sequence = (
+        case["context_features"].reshape(-1, case["context_features"].shape[-1]),
+        case["sequence"].flatten(),
+    )
     rounds = sorted({key.split("/")[0] for key in case if key.startswith("round")})
     assert len(rounds) == 3
     for one in rounds:

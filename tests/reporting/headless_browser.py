@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -29,7 +30,11 @@ class Browser:
     def __init__(self, path: str, profile: Path) -> None:
         to_browser, self._write = os.pipe()
         self._read, from_browser = os.pipe()
-        # A shell puts the pipe's ends where the browser looks for them.
+        # A shell puts the pipe's ends where the browser looks for them; high numbers keep clear of those places.
+        # (bash, since dash knows numbers of one digit only)
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 20) for end in (to_browser, from_browser)]
+        for end in (to_browser, from_browser):
+            os.close(end)
         command = [
             path,
             "--headless=new",
@@ -38,21 +43,23 @@ class Browser:
             "--disable-dev-shm-usage",
             "--no-first-run",
             "--disable-background-networking",
+            "--disable-renderer-backgrounding",
+            "--disable-backgrounding-occluded-windows",
             "--host-resolver-rules=MAP * ~NOTFOUND",
             f"--user-data-dir={profile}",
             "--remote-debugging-pipe",
             "about:blank",
         ]
         self._process = subprocess.Popen(
-            ["sh", "-c", f'exec "$@" 3<&{to_browser} 4>&{from_browser}', "sh", *command],
-            pass_fds=(to_browser, from_browser),
+            ["bash", "-c", f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}', "bash", *command],
+            pass_fds=ends,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        os.close(to_browser)
-        os.close(from_browser)
+        for end in ends:
+            os.close(end)
         self._buffer = b""
         self._last = 0
         self._session: str | None = None
@@ -61,6 +68,7 @@ class Browser:
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self.call("Page.bringToFront")
 
     def close(self) -> None:
         os.close(self._write)

@@ -12,10 +12,11 @@ from dspark.events import Completion, RoundEvent
 from pipelines.reporting.events import COMPLETION_SCHEMA, EVENT_SCHEMA, Labels, completion_table, event_table
 from pipelines.reporting.report import ReportInputs, conversation_summary
 
-WORDS = (
+TEXT = (
     "The little bicycle stood by the river and nobody knew whose it was . In the morning a child came , looked at it "
     "for a while and rode away , ringing the bell at every corner of the town until the whole street was awake"
-).split(" ")
+)
+WORDS = TEXT.split()
 RATES = {"chat": 0.62, "mathematics": 0.82, "code": 0.74}
 
 
@@ -94,7 +95,7 @@ def labels(drafter: str = "dspark", temperature: float = 0.0, domain: str = "cha
     )
 
 
-def evaluation(requests: int = 8, block: int = 7, tokens: int = 80) -> tuple[pa.Table, pa.Table]:
+def evaluation(requests: int = 6, block: int = 7, tokens: int = 80) -> tuple[pa.Table, pa.Table]:
     """Three drafters, two temperatures, three domains."""
     events, completions = [EVENT_SCHEMA.empty_table()], [COMPLETION_SCHEMA.empty_table()]
     for drafter, loss, decay, size in (
@@ -177,12 +178,12 @@ def full_inputs(**changes: Any) -> ReportInputs:
         "calibration": {"temperatures": [2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0], "fitted_on": "calibration", "rounds": 900},
         "training": training_log(),
         "cache": {
-            "sequences": 576,
+            "rows": 576,
             "tokens": 92_160,
-            "hidden_size": 576,
-            "captured_layers": 5,
-            "parts": {"context": 250_000_000, "teacher": 38_000_000, "ids and spans": 900_000},
-            "codecs": {"features": "int8", "teacher": "bf16"},
+            "bytes": 288_900_000,
+            "bytes_per_token": {"context": 2712.7, "teacher": 412.3, "other": 9.8, "all": 3134.8},
+            "raw_bytes_per_token": 6912,
+            "codecs": {"context": {"name": "int8", "error": 0.004}, "teacher": {"name": "bf16", "error": 0.0}},
         },
         "conversations": conversation_summary(conversations()),
         "prompts": {
