@@ -19,8 +19,11 @@ from dspark.decoding import Completion, Decoder, Request, SamplingConfig
 from dspark.drafter import Drafter, save_drafter
 from dspark.target import Target
 from pipelines.reporting.events import EventLog, Labels
+from pipelines.run import Run
+from pipelines.settings import load_settings
 
-DEMONSTRATION = Path(__file__).resolve().parents[2] / "pipelines" / "data" / "demonstration" / "evaluation.jsonl"
+ROOT = Path(__file__).resolve().parents[2]
+DEMONSTRATION = ROOT / "pipelines" / "data" / "demonstration" / "evaluation.jsonl"
 
 
 @torch.no_grad()
@@ -70,13 +73,13 @@ def main() -> None:
     rows = rows[:: max(1, len(rows) // options.prompts)][: options.prompts]
     requests = []
     for row in rows:
-        row["prompt_ids"] = target.tokenizer.apply_chat_template(
+        prompt_ids = target.tokenizer.apply_chat_template(
             row["conversations"], add_generation_prompt=True, return_dict=False
         )
         requests.append(
             Request(
                 request_id=row["id"],
-                prompt_ids=row["prompt_ids"],
+                prompt_ids=prompt_ids,
                 max_new_tokens=options.tokens,
                 stop_token_ids=target.stop_token_ids,
                 seed=0,
@@ -94,7 +97,13 @@ def main() -> None:
             log.append(completion, _labels(completion, domains, name))
             print(name, completion.request_id, len(completion.output_ids), completion.finish_reason, flush=True)
     log.merge()
-    (options.out / "run.json").write_text(json.dumps({"target_folder": str(options.target.resolve())}) + "\n")
+    _write_settings(options.out, options.target, options.tokens)
+
+
+def _write_settings(out: Path, target: Path, tokens: int) -> None:
+    overrides = [f"run.directory={out.resolve()}", f"target.model={target.resolve()}"]
+    settings = load_settings(ROOT / "configs" / "quickstart.yaml", [*overrides, f"evaluate.max_new_tokens={tokens}"])
+    Run(settings).write_summary()
 
 
 def _labels(completion: Completion, domains: dict[str, str], drafter: str) -> Labels:
@@ -104,7 +113,7 @@ def _labels(completion: Completion, domains: dict[str, str], drafter: str) -> La
         seed=0,
         temperature=0.0,
         drafter=drafter,
-        policy="none" if drafter == "plain" else "full-block",
+        policy="full",
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from llamacpp.comparison import RoundAgreement, compare_rounds, first_difference, place, without_stop
-from llamacpp.run_directory import Case, FinishedRun, open_run
+from llamacpp.run_directory import Case, FinishedRun, read_run
 from llamacpp.server import EngineCompletion, serve
 from llamacpp.toolchain import SHA256, LlamaCpp, prepare
 
@@ -42,7 +42,6 @@ class Repeated:
     run: FinishedRun
     plain: list[EngineCompletion]
     speculative: list[EngineCompletion]
-    stop_ids: frozenset[int]
 
     def outputs(self, index: int) -> dict[str, list[int]]:
         """The four greedy answers to one prompt, each up to its stop token."""
@@ -53,7 +52,7 @@ class Repeated:
             "llama.cpp plain": self.plain[index].output_ids,
             "llama.cpp speculative": self.speculative[index].output_ids,
         }
-        return {name: without_stop(ids, self.stop_ids) for name, ids in answers.items()}
+        return {name: without_stop(ids, self.run.stop_token_ids) for name, ids in answers.items()}
 
     def agreement(self, index: int) -> RoundAgreement:
         case, answer = self.run.cases[index], self.speculative[index]
@@ -68,7 +67,7 @@ def tools() -> LlamaCpp:
 
 @pytest.fixture(scope="module")
 def run() -> FinishedRun:
-    return open_run((ROOT / os.environ.get("DSPARK_RUN", "runs/quickstart")).resolve())
+    return read_run((ROOT / os.environ.get("DSPARK_RUN", "runs/quickstart")).resolve())
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +76,7 @@ def target(run: FinishedRun) -> Target:
 
 
 @pytest.fixture(scope="module")
-def repeated(tools: LlamaCpp, run: FinishedRun, target: Target) -> Repeated:
+def repeated(tools: LlamaCpp, run: FinishedRun) -> Repeated:
     target_gguf = tools.convert_target(run.target)
     drafter_gguf = tools.convert_drafter(run.drafter, run.target)
     logs = CACHE / "logs"
@@ -86,7 +85,7 @@ def repeated(tools: LlamaCpp, run: FinishedRun, target: Target) -> Repeated:
         log = logs / f"{name}.log"
         with serve(tools, target_gguf, drafter, block_size=run.block_size, threads=THREADS, log=log) as server:
             answers[name] = [_ask(server, case, run, name, i) for i, case in enumerate(run.cases)]
-    return Repeated(run=run, stop_ids=target.stop_token_ids, **answers)
+    return Repeated(run=run, **answers)
 
 
 def _ask(server: Any, case: Case, run: FinishedRun, name: str, index: int) -> EngineCompletion:
@@ -103,7 +102,7 @@ def test_text_equals_plain_greedy_decoding(repeated: Repeated, target: Target) -
         for name, ids in outputs.items():
             at = first_difference(reference, ids)
             if at is not None:
-                gap = _gap_between(target, case.prompt_ids, reference, ids, at, repeated.stop_ids)
+                gap = _gap_between(target, case.prompt_ids, reference, ids, at, repeated.run.stop_token_ids)
                 found = {"request_id": case.request_id, "output": name, "token": at, "logit_gap": round(gap, 6)}
                 (ties if gap <= LOGIT_GAP else faults).append(found)
     _record("text", {"prompts": len(repeated.run.cases), "ties": ties, "faults": faults, "logit_gap": LOGIT_GAP})

@@ -3,11 +3,17 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow.compute as pc
-from transformers import AutoTokenizer
 
+from dspark.target import open_tokenizer
+from pipelines.data.chat import render_prompt, thinks
 from pipelines.reporting.events import read_completions, read_events
+from pipelines.run import open_run
+from pipelines.settings import Settings
+from pipelines.stages.decode_events import DSPARK, PLAIN, read_split
+from pipelines.target_facts import examine_target
 
 from .comparison import Round
 from .toolchain import EngineError
@@ -22,67 +28,59 @@ class Case:
     prompt_ids: tuple[int, ...]
     plain_ids: tuple[int, ...]
     speculative_ids: tuple[int, ...]
-    finish_reason: str
     rounds: tuple[Round, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRun:
+    """`target` and `drafter` are folders in the Hugging Face layout; rounds verify the full block."""
+
     folder: Path
     target: Path
     drafter: Path
     block_size: int
     max_new_tokens: int
+    stop_token_ids: frozenset[int]
     cases: tuple[Case, ...]
 
 
-def open_run(folder: Path, *, drafter: str = "dspark", policy: str | None = None) -> FinishedRun:
+def read_run(folder: Path) -> FinishedRun:
     """Read a run directory. EngineError says what is missing and which command makes it."""
     for needed in ("run.json", "published/config.json", "evaluation", "conversations/evaluation.jsonl"):
         if not (folder / needed).exists():
             raise EngineError(f"{folder / needed} is missing; make the run first (make quickstart), or set DSPARK_RUN")
-    target = _target_folder(folder)
-    cases = _cases(folder, target, drafter, policy)
+    settings = open_run(str(folder)).settings
+    if settings.evaluate.policy != "full":
+        raise EngineError(
+            f"{folder} was evaluated with the length policy {settings.evaluate.policy!r}; llama.cpp verifies full "
+            "blocks here: evaluate with evaluate.policy=full"
+        )
+    facts = examine_target(settings)
     return FinishedRun(
         folder=folder,
-        target=target,
+        target=Path(facts.path),
         drafter=folder / "published",
         block_size=json.loads((folder / "published" / "config.json").read_text())["block_size"],
-        max_new_tokens=max(max(len(c.plain_ids), len(c.speculative_ids)) for c in cases),
-        cases=cases,
+        max_new_tokens=settings.evaluate.max_new_tokens,
+        stop_token_ids=frozenset(facts.stop_token_ids),
+        cases=_cases(folder, _prompts(folder, settings, facts.path)),
     )
 
 
-def _target_folder(folder: Path) -> Path:
-    run = json.loads((folder / "run.json").read_text())
-    target = Path(run["target_folder"])
-    if not (target / "config.json").exists():
-        raise EngineError(f"{folder / 'run.json'} names the target folder {target}, which holds no config.json")
-    return target
-
-
-def _cases(folder: Path, target: Path, drafter: str, policy: str | None) -> tuple[Case, ...]:
-    """Prompts answered greedily both plainly and with the drafter, in the order of the conversations file."""
+def _cases(folder: Path, prompts: dict[str, list[int]]) -> tuple[Case, ...]:
+    """Prompts answered greedily both plainly and with the drafter, in the order of `prompts` (first turns)."""
     evaluation = folder / "evaluation"
-    completions = read_completions(*sorted(evaluation.glob("completions-*.parquet")))
-    completions = completions.filter(pc.equal(completions["temperature"], 0.0)).to_pylist()
-    events = read_events(*sorted(evaluation.glob("events-*.parquet")))
-    events = events.filter(pc.and_(pc.equal(events["temperature"], 0.0), pc.equal(events["drafter"], drafter)))
-    plain = {row["request_id"]: row for row in completions if row["drafter"] == "plain"}
-    drafted = [row for row in completions if row["drafter"] == drafter]
-    policies = sorted({row["policy"] for row in drafted})
-    policy = policy or next((name for name in ("full-block", "full", *policies) if name in policies), None)
-    speculative = {row["request_id"]: row for row in drafted if row["policy"] == policy}
+    answers = _greedy(read_completions(evaluation / "completions-all.parquet"))
+    plain = {row["request_id"]: row for row in answers if row["drafter"] == PLAIN}
+    speculative = {row["request_id"]: row for row in answers if row["drafter"] == DSPARK}
     rounds: dict[str, list[Round]] = {}
-    for row in sorted(events.to_pylist(), key=lambda row: row["round"]):
-        if row["policy"] == policy:
+    for row in sorted(_greedy(read_events(evaluation / "events-all.parquet")), key=lambda row: row["round"]):
+        if row["drafter"] == DSPARK:
             found = Round(position=row["position"], draft_ids=tuple(row["draft_ids"]), accepted=row["accepted_raw"])
             rounds.setdefault(row["request_id"], []).append(found)
-
-    prompts = _prompts(folder, target)
     shared = [key for key in prompts if key in plain and key in speculative]
     if not shared:
-        raise EngineError(f"{evaluation} has no prompt answered at temperature 0 both plainly and by {drafter!r}")
+        raise EngineError(f"{evaluation} has no prompt answered at temperature 0 both plainly and with the drafter")
     for key in shared:
         if plain[key]["prompt_tokens"] != len(prompts[key]):
             raise EngineError(
@@ -96,23 +94,26 @@ def _cases(folder: Path, target: Path, drafter: str, policy: str | None) -> tupl
             prompt_ids=tuple(prompts[key]),
             plain_ids=tuple(plain[key]["output_ids"]),
             speculative_ids=tuple(speculative[key]["output_ids"]),
-            finish_reason=speculative[key]["finish_reason"],
-            rounds=tuple(rounds[key]),
+            rounds=tuple(rounds.get(key, ())),
         )
         for key in shared
     )
 
 
-def _prompts(folder: Path, target: Path) -> dict[str, list[int]]:
-    """Prompt ids by request; rendered from the conversation where the file does not carry them."""
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    found = {}
-    for line in (folder / "conversations" / "evaluation.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        ids = row.get("prompt_ids")
-        if ids is None:
-            turns = row["conversations"]
-            asked = turns[:-1] if turns[-1]["role"] == "assistant" else turns
-            ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
-        found[row["id"]] = list(ids)
-    return found
+def _greedy(table: Any) -> list[dict[str, Any]]:
+    """Rows at temperature 0; one seed only, since greedy decoding has no draws."""
+    rows = table.filter(pc.equal(table["temperature"], 0.0)).to_pylist()
+    first = min((row["seed"] for row in rows), default=0)
+    return [row for row in rows if row["seed"] == first]
+
+
+def _prompts(folder: Path, settings: Settings, target: str) -> dict[str, list[int]]:
+    """Prompt ids by request, rendered as the evaluation renders them."""
+    tokenizer = open_tokenizer(target)
+    mode, seed = settings.target.thinking, settings.run.seed
+    return {
+        prompt.prompt_id: render_prompt(
+            tokenizer, prompt.messages, thinking=thinks(mode, seed, prompt.prompt_id), row=prompt.prompt_id
+        )
+        for prompt in read_split(folder / "conversations" / "evaluation.jsonl", "evaluation")
+    }
