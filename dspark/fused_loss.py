@@ -36,6 +36,7 @@ class _Plan:
     labels: Tensor  # [M] column of the draft vocabulary, -1 outside
     teacher: Teacher | None
     teacher_row: Tensor | None  # [M]
+    bias_row: Tensor | None  # [M]
     chunk_slots: int
 
     def chunks(self) -> Iterator[tuple[slice, int, int]]:
@@ -71,6 +72,7 @@ def slot_losses(
     teacher_row: Tensor | None,
     bias_states: Tensor | None = None,
     bias_weight: Tensor | None = None,
+    bias_row: Tensor | None = None,
     confidence_logits: Tensor | None = None,
     chunk_slots: int | None = None,
 ) -> tuple[Tensor, SlotValues]:
@@ -82,6 +84,7 @@ def slot_losses(
         label_ids: [M] token ids of the full vocabulary.
         teacher, teacher_row: rows and, per slot, the row to learn from. None only with CE alone.
         bias_states, bias_weight: [M, r] and [D, r]; their product is added to the logits after the soft cap.
+        bias_row: [M] when slots share bias states, which then have any number of rows: slot m takes row bias_row[m].
         confidence_logits: [M], trained on the acceptance when `terms.confidence` is not zero.
 
     Returns:
@@ -112,11 +115,12 @@ def slot_losses(
         labels=labels[order],
         teacher=teacher,
         teacher_row=teacher_row,
+        bias_row=None if bias_row is None else bias_row[order],
         chunk_slots=chunk_slots or default_chunk_slots(head.draft_size, states.device),
     )
     loss, values = _FusedSlots.apply(
         states[order],
-        None if bias_states is None else bias_states[order],
+        bias_states if bias_states is None or bias_row is not None else bias_states[order],
         bias_weight,
         None if confidence_logits is None else confidence_logits[order],
         plan,
@@ -189,14 +193,15 @@ def _run_chunks(
     dtype = head.compute_dtype
     values = SlotValues(*torch.zeros(len(SlotValues._fields), len(states), dtype=dtype, device=states.device))
     grad_states = torch.empty_like(states, dtype=dtype) if needs_grad[0] else None
-    grad_bias = torch.empty_like(bias_states, dtype=dtype) if bias_states is not None and needs_grad[1] else None
-    grad_weight = torch.zeros_like(bias_weight, dtype=dtype) if bias_weight is not None and needs_grad[2] else None
+    bias = None
+    if bias_states is not None and bias_weight is not None:
+        bias = _SequentialBias(bias_states, bias_weight, plan, needs_grad[1:])
 
     for at, low, high in plan.chunks():
         logits = multiply(states[at], head.draft_weight.T, logits_buffer[: at.stop - at.start])
         squashed = None if head.soft_cap is None else apply_soft_cap_(logits, head.soft_cap)
-        if bias_states is not None and bias_weight is not None:
-            accumulate(logits, bias_states[at], bias_weight.T)
+        if bias is not None:
+            bias.add_to(logits, at, scratch[: len(logits)])
         chunk = Chunk(logits, scratch[: len(logits)], terms=terms, weights=plan.weights[at], labels=plan.labels[at])
         if plan.teacher is None or plan.teacher_row is None:
             chunk.against_label_alone()
@@ -210,12 +215,47 @@ def _run_chunks(
         if not any(needs_grad):
             continue
         gradient = chunk.gradient_()
-        if grad_bias is not None and bias_weight is not None:
-            multiply(gradient, bias_weight, grad_bias[at])
-        if grad_weight is not None and bias_states is not None:
-            accumulate(grad_weight, gradient.T, bias_states[at])
+        if bias is not None:
+            bias.take_gradient(gradient, at)
         if grad_states is not None:
             if squashed is not None:
                 gradient.mul_(squashed.square_().neg_().add_(1))
             multiply(gradient, head.draft_weight, grad_states[at])
-    return values, [grad_states, grad_bias, grad_weight]
+    return values, [grad_states, *((None, None) if bias is None else (bias.grad_states, bias.grad_weight))]
+
+
+class _SequentialBias:
+    """Bias of a chunk's logits and its gradients; a bias state that slots share is projected once in a chunk."""
+
+    def __init__(self, states: Tensor, weight: Tensor, plan: _Plan, needs_grad: tuple[bool, ...]) -> None:
+        dtype = plan.head.compute_dtype
+        self._states, self._weight, self._row = states, weight, plan.bias_row
+        self._new_buffer = plan.head.buffer
+        self._buffer = plan.head.buffer(0, 0)
+        self.grad_states = torch.zeros_like(states, dtype=dtype) if needs_grad[0] else None
+        self.grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_grad[1] else None
+
+    def add_to(self, logits: Tensor, at: slice, scratch: Tensor) -> None:
+        if self._row is None:
+            accumulate(logits, self._states[at], self._weight.T)
+            return
+        self._used, self._local = torch.unique(self._row[at], return_inverse=True)
+        if len(self._used) > len(self._buffer):
+            self._buffer = self._new_buffer(len(self._used), len(self._weight))
+        shared = multiply(self._states[self._used], self._weight.T, self._buffer[: len(self._used)])
+        logits.add_(torch.index_select(shared, 0, self._local, out=scratch))
+
+    def take_gradient(self, gradient: Tensor, at: slice) -> None:
+        """`gradient` [c, D] of the logits of the chunk that `add_to` saw last."""
+        if self._row is None:
+            if self.grad_states is not None:
+                multiply(gradient, self._weight, self.grad_states[at])
+            if self.grad_weight is not None:
+                accumulate(self.grad_weight, gradient.T, self._states[at])
+            return
+        shared = self._buffer[: len(self._used)].zero_().index_add_(0, self._local, gradient)
+        if self.grad_states is not None:
+            part = multiply(shared, self._weight, self._new_buffer(len(shared), self._weight.shape[1]))
+            self.grad_states.index_add_(0, self._used, part)
+        if self.grad_weight is not None:
+            accumulate(self.grad_weight, shared.T, self._states[self._used])

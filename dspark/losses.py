@@ -24,6 +24,7 @@ from dspark.config import DrafterConfig
 from dspark.fused_loss import slot_losses
 from dspark.output_head import OutputHead
 from dspark.packing import PackedBatch
+from dspark.sequential_heads import SequentialHead
 from dspark.slot_terms import SlotValues, TermWeights
 
 NORMALIZER_EPSILON = 1e-6
@@ -79,6 +80,7 @@ class SequentialHeadLike(Protocol):
 
     markov_w2: nn.Linear  # [V, r]
 
+    def embed(self, previous_ids: Tensor) -> Tensor: ...  # [..., r]
     def bias_vectors(self, states: Tensor, previous_ids: Tensor) -> Tensor: ...  # [N, G, r]
 
 
@@ -107,6 +109,11 @@ class DrafterLike(Protocol):
     @property
     def sequential_head(self) -> SequentialHeadLike | None: ...
     def confidence_logits(self, states: Tensor, previous_ids: Tensor) -> Tensor | None: ...
+
+
+def _reads_previous_token_alone(head: SequentialHeadLike) -> bool:
+    """The vanilla head, whose bias is one for all slots after the same token."""
+    return isinstance(head, SequentialHead) and type(head).bias_vectors is SequentialHead.bias_vectors
 
 
 def output_head_of(drafter: DrafterLike) -> OutputHead:
@@ -147,9 +154,13 @@ def fused_loss(
     def at_slots(tensor: Tensor) -> Tensor:
         return tensor.flatten(0, 1)[chosen]
 
-    bias_states, bias_weight = None, None
+    bias_states, bias_weight, bias_row = None, None, None
     if sequential is not None:
-        bias_states = at_slots(sequential.bias_vectors(states, batch.previous_ids))
+        if _reads_previous_token_alone(sequential):
+            tokens, bias_row = torch.unique(at_slots(batch.previous_ids), return_inverse=True)
+            bias_states = sequential.embed(tokens)
+        else:
+            bias_states = at_slots(sequential.bias_vectors(states, batch.previous_ids))
         bias_weight = sequential.markov_w2.weight
         if head.draft_token_ids is not None:
             bias_weight = bias_weight[head.draft_token_ids]
@@ -166,6 +177,7 @@ def fused_loss(
         teacher_row=at_slots(batch.teacher_index),
         bias_states=bias_states,
         bias_weight=bias_weight,
+        bias_row=bias_row,
         confidence_logits=confidence_logits,
         chunk_slots=config.chunk_slots,
     )
