@@ -1,210 +1,211 @@
-"""DeepSpeed, set up from a few settings, with gradients that are summed and never averaged.
+"""A DeepSpeed engine that takes exact steps, however the global batch is split.
 
-The caller's losses are already divided by the weight of the whole global batch, so the gradient of a step is the plain
-sum over micro-batches and ranks. DeepSpeed averages over ranks: `Engine.backward` multiplies the loss by their number.
-Every micro-batch but the last of a step is inside an accumulation boundary; a step may have any number of them.
+The caller's loss is already divided by the normaliser of the *global* batch (the sum of the loss weights over all ranks and
+micro-batches), so the gradients of all micro-batches of all ranks are summed, never averaged. Any number of micro-batches
+makes a step, and ranks may have different numbers of them, none included.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import Tensor, nn
+from cluster.engine_settings import DeepSpeedSettings
+from cluster.engine_state import gather_state, restore_state
 
-Precision = Literal["float32", "bfloat16"]
+if TYPE_CHECKING:
+    import torch
+
+MicroBatch = TypeVar("MicroBatch")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepSpeedSettings:
-    """`overrides` are laid over the generated DeepSpeed JSON, key by key."""
+class StepResult:
+    """What a step did. `loss` is the sum over all micro-batches and ranks; a skipped step changed nothing."""
 
-    total_steps: int
+    loss: float
+    gradient_norm: float
     learning_rate: float
-    warmup_ratio: float = 0.04
-    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
-    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    precision: Precision = "float32"
-    zero_stage: int = 0
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.zero_stage <= 3:
-            raise ValueError(f"zero_stage is {self.zero_stage}; allowed: 0, 1, 2, 3 (option `train.zero_stage`)")
-        if self.total_steps < 1:
-            raise ValueError(f"total_steps is {self.total_steps}; a training has one step at least")
+    skipped: bool
 
 
-def learning_rate_factor(step: int, settings: DeepSpeedSettings) -> float:
-    """Factor on the learning rate in the 0-based step: linear warm-up, then cosine to 0, constant, or WSD.
+class TrainEngine:
+    """A module under DeepSpeed. Every method is called by all ranks together."""
 
-    WSD (warm-up, stable, decay) falls linearly to 0 over the last fifth.
-    """
-    total = settings.total_steps
-    warmup = math.ceil(settings.warmup_ratio * total)
-    if step < warmup:
-        return (step + 1) / warmup
-    if settings.schedule == "constant":
-        return 1.0
-    if settings.schedule == "wsd":
-        decay = max(math.ceil(total / 5), 1)
-        return min(1.0, (total - step) / decay)
-    return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(total - warmup, 1)))
-
-
-def deepspeed_json(settings: DeepSpeedSettings, ranks: int) -> dict[str, Any]:
-    """What `deepspeed.initialize` gets. Micro-batches are the caller's packs, so their sizes mean nothing here."""
-    values: dict[str, Any] = {
-        "train_batch_size": ranks,
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": settings.clip,
-        "zero_optimization": {"stage": settings.zero_stage},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 2**31 - 1,
-        "wall_clock_breakdown": False,
-    }
-    if settings.precision == "bfloat16":
-        values["bf16"] = {"enabled": True}
-    return _merged(values, settings.overrides)
-
-
-def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in changes.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = _merged(merged[key], value) if both else value
-    return merged
-
-
-def make_optimizer(parameters: Iterable[nn.Parameter], settings: DeepSpeedSettings) -> torch.optim.Optimizer:
-    """A PyTorch optimizer: DeepSpeed's own would compile for minutes on a CPU."""
-    chosen = list(parameters)
-    rate, decay = settings.learning_rate, settings.weight_decay
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(chosen, lr=rate, momentum=0.9, weight_decay=decay)
-    kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
-    return kind(chosen, lr=rate, betas=(0.9, 0.95), weight_decay=decay)
-
-
-class Engine:
-    """A module whose trainable parameters DeepSpeed owns. One `step` is: `backward` for each pack, then `step`."""
-
-    def __init__(self, module: nn.Module, settings: DeepSpeedSettings) -> None:
-        os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-        import deepspeed
-        import deepspeed.ops
-
-        # Skips the compilation of a shared-memory kernel that takes a minute and that gloo does not need.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        from deepspeed import comm
-
-        if not comm.is_initialized():
-            deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo")
+    def __init__(self, engine: Any, module: torch.nn.Module, settings: DeepSpeedSettings, total_steps: int) -> None:
+        self.deepspeed = engine
+        self.module = module
         self.settings = settings
-        self.rank, self.ranks = comm.get_rank(), comm.get_world_size()
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
-        self.optimizer = make_optimizer(parameters, settings)
-        self.deepspeed, *_ = deepspeed.initialize(
-            model=module,
-            model_parameters=parameters,
-            optimizer=self.optimizer,
-            config=deepspeed_json(settings, self.ranks),
-        )
-        self.module: nn.Module = self.deepspeed.module
-        self.device = self.deepspeed.device
-        self.steps = 0
-        self.skipped = 0
+        self.total_steps = total_steps
+        self.names = {name: p for name, p in module.named_parameters() if p.requires_grad}
 
     @property
-    def learning_rate(self) -> float:
-        """Of the step to come."""
-        return self.settings.learning_rate * learning_rate_factor(self.steps, self.settings)
+    def device(self) -> torch.device:
+        return self.deepspeed.device
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add a pack's gradient. `last` marks the final pack of the step, at which ranks exchange theirs."""
-        self.deepspeed.set_gradient_accumulation_boundary(last)
-        self.deepspeed.backward(loss * self.ranks)
+    @property
+    def rank(self) -> int:
+        return self.deepspeed.global_rank
 
-    def step(self) -> float:
-        """Clip, update, and return the gradient's norm. Nothing is updated when it is not finite."""
+    @property
+    def world_size(self) -> int:
+        return self.deepspeed.world_size
+
+    def train_step(
+        self,
+        step: int,
+        micro_batches: Sequence[MicroBatch],
+        loss_of: Callable[[MicroBatch], torch.Tensor] | None = None,
+    ) -> StepResult:
+        """One optimizer step over this rank's `micro_batches`.
+
+        Args:
+            step: 0-based number of the step; it alone decides the learning rate.
+            micro_batches: this rank's share, possibly empty below ZeRO stage 3.
+            loss_of: the scalar loss of a micro-batch, divided by the global normaliser. None calls the module itself,
+                which ZeRO stage 3 needs, for its hooks gather the parameters there.
+
+        Raises:
+            ValueError: at ZeRO stage 3, a rank has no micro-batch.
+        """
+        import torch
+
+        compute = loss_of or self.deepspeed
+        rounds = len(micro_batches) if self.settings.zero_stage < 2 else self._most(len(micro_batches))
+        if self.settings.zero_stage == 3 and not micro_batches:
+            raise ValueError("at zero_stage = 3 every rank needs a micro-batch: give this one any, with a zero loss")
+        learning_rate = self.settings.learning_rate_at(step, self.total_steps)
         for group in self.deepspeed.optimizer.param_groups:
-            group["lr"] = self.learning_rate
-        norm = self._gradient_norm()
-        if not math.isfinite(norm):
-            self.skipped += 1
-            self.deepspeed.zero_grad()
-            if hasattr(self.deepspeed.optimizer, "zero_grad"):
-                self.deepspeed.optimizer.zero_grad()
-        else:
-            self.deepspeed.step()
-        self.steps += 1
-        return norm
-
-    def _gradient_norm(self) -> float:
-        """Before clipping. Where ranks hold whole gradients it is computed here; else DeepSpeed's of the last step."""
-        if self.settings.zero_stage == 0 and self.settings.precision == "float32":
-            norms = [p.grad.norm() for p in self.names if p.grad is not None]
-            return float(torch.stack(norms).norm()) if norms else 0.0
+            group["lr"] = learning_rate * group.get("lr_scale", 1.0)
+        total = torch.zeros((), dtype=torch.float64)
+        for index in range(max(1, rounds)):
+            if index < len(micro_batches):
+                loss = compute(micro_batches[index])
+                total += loss.detach().double().cpu()
+                if index == 0 and self.settings.zero_stage < 3:
+                    loss = loss + self._nothing()
+            elif self.settings.zero_stage == 3:
+                loss = compute(micro_batches[-1]) * 0.0
+            else:
+                loss = self._nothing()
+            # DeepSpeed divides by the number of ranks; the sum over micro-batches is as it is.
+            self.deepspeed.backward(loss * self.world_size, scale_wrt_gas=False)
+        before = self.deepspeed.skipped_steps
+        self.deepspeed.step()
         norm = self.deepspeed.get_global_grad_norm()
-        return 0.0 if norm is None else float(norm)
+        return StepResult(
+            loss=self._sum(total),
+            gradient_norm=math.nan if norm is None else float(norm),
+            learning_rate=learning_rate,
+            skipped=self.deepspeed.skipped_steps > before,
+        )
 
-    @property
-    def portable(self) -> bool:
-        """Whether every rank holds the whole state, so that a checkpoint does not depend on the number of ranks."""
-        return self.settings.zero_stage == 0 and self.settings.precision == "float32"
+    def state(self) -> dict[str, torch.Tensor]:
+        """Weights and optimizer state in fp32 on the CPU of rank 0 (other ranks: empty), whatever ranks and stage.
 
-    def state(self) -> dict[str, Any]:
-        """Optimizer state by parameter name, for any number of ranks; only where `portable`."""
-        states = {name: dict(self.optimizer.state[p]) for p, name in self.names.items() if p in self.optimizer.state}
-        return {"optimizer": states, "steps": self.steps, "skipped": self.skipped}
+        Keys are `weight/NAME` and `KEY/NAME` for each key of the optimizer's state, trainable parameters only. Any
+        engine over the same parameters with the same kind of optimizer can `load` it.
+        """
+        return gather_state(self.deepspeed, self.names)
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave; parameters are loaded by the caller."""
-        by_name = {name: p for p, name in self.names.items()}
-        missing = sorted(set(by_name) - set(state["optimizer"])) if state["steps"] > state["skipped"] else []
-        if missing:
-            raise ValueError(f"the checkpoint lacks the optimizer state of {', '.join(missing[:5])}")
-        for name, values in state["optimizer"].items():
-            self.optimizer.state[by_name[name]] = {key: _clone(value) for key, value in values.items()}
-        self.steps, self.skipped = int(state["steps"]), int(state["skipped"])
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `state` returned; every rank passes all of it.
 
-    def save_sharded(self, folder: str) -> None:
-        """Every rank writes its part of DeepSpeed's own checkpoint; where not `portable`."""
-        extra = {"steps": self.steps, "skipped": self.skipped}
-        self.deepspeed.save_checkpoint(folder, tag="state", client_state=extra, exclude_frozen_parameters=True)
+        Raises:
+            ValueError: names or shapes differ from this engine's parameters.
+        """
+        restore_state(self.deepspeed, self.names, state)
 
-    def load_sharded(self, folder: str) -> None:
-        """Take up a checkpoint of `save_sharded`, on as many ranks as wrote it."""
-        path, extra = self.deepspeed.load_checkpoint(folder, tag="state", load_module_strict=False)
-        if path is None:
-            raise ValueError(f"DeepSpeed could not read the checkpoint in {folder}")
-        self.steps, self.skipped = int(extra["steps"]), int(extra["skipped"])
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The trainable weights in fp32 on rank 0 (other ranks: empty), by parameter name."""
+        return gather_state(self.deepspeed, self.names, weights_only=True)
 
-    def sum_over_ranks(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Each value added up over all ranks; every rank must have the same keys or none."""
-        if self.ranks == 1:
-            return dict(sums)
-        from torch import distributed
+    def _nothing(self) -> torch.Tensor:
+        """Zero, with a zero gradient for every parameter: no rank waits for a gradient that another does not have."""
+        import torch
 
-        parts: list[dict[str, float]] = [{} for _ in range(self.ranks)]
-        distributed.all_gather_object(parts, dict(sums))
-        keys = {key for part in parts for key in part}
-        return {key: math.fsum(part.get(key, 0.0) for part in parts) for key in keys}
+        return torch.stack([(p.reshape(-1)[:1] * 0.0).sum() for p in self.names.values()]).sum()
 
-    def barrier(self) -> None:
-        from torch import distributed
+    def _most(self, count: int) -> int:
+        import torch
+        import torch.distributed as dist
 
-        if self.ranks > 1:
-            distributed.barrier()
+        most = torch.tensor(count, device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return int(most)
+
+    def _sum(self, value: torch.Tensor) -> float:
+        import torch.distributed as dist
+
+        value = value.to(self.device)
+        dist.all_reduce(value)
+        return float(value)
 
 
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def build_engine(
+    module: torch.nn.Module,
+    settings: DeepSpeedSettings,
+    total_steps: int,
+    *,
+    groups: Sequence[Mapping[str, Any]] | None = None,
+) -> TrainEngine:
+    """Put `module` under DeepSpeed in the current process group (one is made for a lone process).
+
+    Only parameters that require a gradient reach the optimizer, so frozen ones are neither sharded nor given state.
+
+    Args:
+        total_steps: the length of the learning-rate schedule.
+        groups: parameter groups with options of their own (`lr_scale`, `weight_decay`); None makes one group.
+
+    Raises:
+        ValueError: nothing is trainable, or `groups` leave a trainable parameter out.
+    """
+    deepspeed = _import_deepspeed()
+    _ensure_process_group()
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError("no parameter of the module requires a gradient: there is nothing to train")
+    wanted = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups or ()]
+    wanted = wanted or [{"params": trainable}]
+    if {id(p) for group in wanted for p in group["params"]} != {id(p) for p in trainable}:
+        raise ValueError("the parameter groups must hold every trainable parameter exactly once")
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=settings.make_optimizer([group for group in wanted if group["params"]]),
+        config=settings.to_json(),
+        dist_init_required=False,
+    )
+    return TrainEngine(engine, module, settings, total_steps)
+
+
+def _import_deepspeed() -> Any:
+    import torch
+
+    os.environ.setdefault("DS_BUILD_OPS", "0")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    import deepspeed.ops
+
+    # Its first collective on a CPU would compile a shared-memory kernel for a minute; gloo does without.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    return deepspeed
+
+
+def _ensure_process_group() -> None:
+    import deepspeed.comm
+    import torch
+    import torch.distributed as dist
+
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if not dist.is_initialized():
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if not deepspeed.comm.is_initialized():
+        deepspeed.comm.init_distributed(backend, auto_mpi_discovery=False, verbose=False)

@@ -154,7 +154,7 @@ class TrainSettings(Section):
     learning_rate: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 6e-4
     warmup_ratio: Share = 0.04
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
-    optimizer: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
+    optimizer: Literal["adamw", "adam", "nadam", "radam", "sgd"] = "adamw"
     weight_decay: NonNegative = 0.0
     clip: NonNegative = 1.0  # 0: no clipping
     precision: Literal["float32", "bfloat16"] = "bfloat16"  # bfloat16 keeps float32 master weights

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from cluster.engine import DeepSpeedSettings, Engine
+from cluster.engine import StepResult, TrainEngine, build_engine
+from cluster.engine_settings import DeepSpeedSettings
 from dspark.config import DrafterConfig
 from dspark.contract import Contract
 from dspark.draft_vocabulary import most_frequent_tokens
@@ -31,8 +32,7 @@ from pipelines.settings import Settings
 from pipelines.stages.workers import open_target
 from pipelines.target_facts import TargetFacts
 from pipelines.training.batches import Loader, SampleIndex, Step, StepPlan
-from storage.checkpoints import adopt_folder as adopt_checkpoint
-from storage.checkpoints import load_checkpoint, newest_checkpoint, remove_leftovers, save_checkpoint, shared_folder
+from storage.checkpoints import load_checkpoint, newest_checkpoint, remove_leftovers, save_checkpoint
 from storage.target_cache import TargetCache
 
 if TYPE_CHECKING:
@@ -70,10 +70,6 @@ class BlockLoss(nn.Module):
         result = fused_loss(self.drafter, states, batch, self.config, normalizer=normalizer, head=self._head)
         return result.loss, result.sums
 
-    def zero(self) -> Tensor:
-        """A loss of zero that touches every trainable parameter, for a rank without a block in this step."""
-        return sum((p.sum() * 0.0 for p in self.parameters() if p.requires_grad), torch.zeros(()))
-
 
 def train_rank(config: dict[str, Any]) -> None:
     """Entry point of each worker."""
@@ -87,46 +83,52 @@ def train_rank(config: dict[str, Any]) -> None:
     index = SampleIndex.of(cache)
     drafter = _build(task, cache)
     module = BlockLoss(drafter, LossConfig(**settings.train.loss.model_dump()))
-    engine = Engine(module, engine_settings(settings, task.total_steps))
+    engine = build_engine(module, engine_settings(settings), task.total_steps)
     output = Path(task.output)
     if engine.rank == 0:
         remove_leftovers(output)
-    engine.barrier()
-    _resume(engine, drafter, output, settings)
+    distributed.barrier()
+    first = _resume(engine, output)
     plan = step_plan(settings, index, task.total_steps)
     dtype = torch.float32 if settings.train.precision == "float32" else torch.bfloat16
-    loader = Loader(cache, plan, first=engine.steps, rank=engine.rank, ranks=engine.ranks, dtype=dtype)
-    log = TrainingLog(output / LOG, engine) if engine.rank == 0 else None
-    _steps(task, engine, module, loader, log)
+    loader = Loader(cache, plan, first=first, rank=engine.rank, ranks=engine.world_size, dtype=dtype)
+    log = TrainingLog(output / LOG, module.config, first) if engine.rank == 0 else None
+    _steps(task, engine, first, loader, log)
+    weights = engine.weights()
     if engine.rank == 0:
         folder = output / FINAL
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(weights[f"weight/{name}"])
         save_drafter(drafter, folder, task.facts.text_config)
         (folder / "contract.json").write_text(json.dumps(ours.to_dict(), indent=2) + "\n")
-    engine.barrier()
+    distributed.barrier()
 
 
-def _steps(task: TrainingTask, engine: Engine, module: BlockLoss, loader: Loader, log: TrainingLog | None) -> None:
+def _steps(task: TrainingTask, engine: TrainEngine, first: int, loader: Loader, log: TrainingLog | None) -> None:
     train = task.settings.train
     sums: dict[str, float] = {}
-    bad = tokens = 0
-    since, waited, clock = engine.steps, 0.0, time.perf_counter()
+    bad = skipped = tokens = 0
+    since, waited, clock = first, 0.0, time.perf_counter()
     asked = clock
     for step, batches in loader:
         waited += time.perf_counter() - asked
-        for number, batch in enumerate(batches):
-            last = number == len(batches) - 1
-            if batch is None:
-                engine.backward(module.zero().to(engine.device), last=last)
-                continue
-            loss, found = engine.deepspeed(batch.to(engine.device), step.normalizer)
-            engine.backward(loss, last=last)
+        present = [batch for batch in batches if batch is not None]
+
+        def loss_of(batch: PackedBatch, normalizer: float = step.normalizer) -> Tensor:
+            nonlocal sums, tokens
+            loss, found = engine.deepspeed(batch.to(engine.device), normalizer)
             sums = add_sums(sums, found)
             tokens += batch.num_context_tokens
-        rate = engine.learning_rate
-        norm = engine.step() if batches else 0.0
-        bad = 0 if math.isfinite(norm) else bad + 1
+            return loss
+
+        result = engine.train_step(step.number, present, loss_of)
+        finite = math.isfinite(result.loss) and not result.skipped
+        skipped += not finite
+        bad = 0 if finite else bad + 1
         if bad >= BAD_STEPS:
-            names = [name for batch in batches if batch is not None for name in batch.sample_ids]
+            names = [name for batch in present for name in batch.sample_ids]
             raise TrainingCannotGoOn(
                 f"the gradient was not finite in {bad} steps in a row, the last one with samples {names[:8]}: lower "
                 "train.learning_rate, or look at these rows with `dspark cache sample`"
@@ -135,21 +137,21 @@ def _steps(task: TrainingTask, engine: Engine, module: BlockLoss, loader: Loader
         final = done == task.total_steps
         if done % train.log_every == 0 or final:
             seconds = time.perf_counter() - clock
-            totals = engine.sum_over_ranks({**sums, "context_tokens": float(tokens)})
+            totals = _over_ranks({**sums, "context_tokens": float(tokens)})
             if log is not None:
-                log.write(step, totals, norm, rate, seconds=seconds, waited=waited, steps=done - since)
+                log.write(step, totals, result, skipped, seconds=seconds, waited=waited, steps=done - since)
             sums, tokens, since, waited, clock = {}, 0, done, 0.0, time.perf_counter()
         if done % train.checkpoint_every == 0 or final:
-            _save(engine, task)
+            _save(engine, task, done)
         asked = time.perf_counter()
 
 
 class TrainingLog:
     """One JSON line for every `log_every` steps; a resumed training drops the lines that it will write again."""
 
-    def __init__(self, path: Path, engine: Engine) -> None:
-        self._path, self._engine = path, engine
-        kept = [line for line in read_log(path) if line["step"] <= engine.steps]
+    def __init__(self, path: Path, loss: LossConfig, first: int) -> None:
+        self._path, self._loss = path, loss
+        kept = [line for line in read_log(path) if line["step"] <= first]
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
         temporary.replace(path)
@@ -158,24 +160,23 @@ class TrainingLog:
         self,
         step: Step,
         sums: dict[str, float],
-        norm: float,
-        rate: float,
+        result: StepResult,
+        skipped: int,
         *,
         seconds: float,
         waited: float,
         steps: int,
     ) -> None:
-        loss = LossConfig(**self._engine.module.config.__dict__)
         metrics = metrics_of(sums) if sums.get("weight") else {}
-        total = sum(getattr(loss, term) * metrics.get(term, 0.0) for term in ("ce", "l1", "confidence"))
+        total = sum(getattr(self._loss, term) * metrics.get(term, 0.0) for term in ("ce", "l1", "confidence"))
         line = {
             "step": step.number + 1,
             "epoch": step.epoch,
             "loss": total,
             **metrics,
-            "learning_rate": rate,
-            "gradient_norm": norm if math.isfinite(norm) else None,
-            "skipped_steps": self._engine.skipped,
+            "learning_rate": result.learning_rate,
+            "gradient_norm": result.gradient_norm if math.isfinite(result.gradient_norm) else None,
+            "skipped_steps": skipped,
             "slots_per_second": sums.get("slots", 0.0) / max(seconds, 1e-9),
             "tokens_per_second": sums["context_tokens"] / max(seconds, 1e-9),
             "anchors": sums.get("blocks", 0.0),
@@ -220,17 +221,16 @@ def drafter_config(settings: Settings, facts: TargetFacts) -> DrafterConfig:
     )
 
 
-def engine_settings(settings: Settings, total_steps: int) -> DeepSpeedSettings:
+def engine_settings(settings: Settings) -> DeepSpeedSettings:
     train = settings.train
     return DeepSpeedSettings(
-        total_steps=total_steps,
         learning_rate=train.learning_rate,
         warmup_ratio=train.warmup_ratio,
         schedule=train.schedule,
-        optimizer=train.optimizer,  # type: ignore[arg-type]
+        optimizer=train.optimizer,
         weight_decay=train.weight_decay,
         clip=train.clip,
-        precision=train.precision,
+        precision="bf16" if train.precision == "bfloat16" else "fp32",
         zero_stage=train.zero_stage,
         overrides=train.deepspeed,
     )
@@ -269,38 +269,26 @@ def _build(task: TrainingTask, cache: TargetCache) -> Drafter:
     )
 
 
-def _trainable(drafter: Drafter) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in drafter.named_parameters() if p.requires_grad}
+def _over_ranks(sums: dict[str, float]) -> dict[str, float]:
+    """Each value added up over all ranks."""
+    parts: list[dict[str, float]] = [{} for _ in range(distributed.get_world_size())]
+    distributed.all_gather_object(parts, sums)
+    keys = {key for part in parts for key in part}
+    return {key: math.fsum(part.get(key, 0.0) for part in parts) for key in keys}
 
 
-def _save(engine: Engine, task: TrainingTask) -> None:
-    drafter: Any = engine.module.drafter
-    output, keep = Path(task.output), task.settings.train.keep_last
-    if engine.portable:
-        if engine.rank == 0:
-            state = engine.state()
-            optimizer = state.pop("optimizer")
-            save_checkpoint(
-                output, engine.steps, _trainable(drafter), state, objects={"optimizer": optimizer}, keep_last=keep
-            )
-    else:
-        folder = shared_folder(output, engine.steps)
-        engine.save_sharded(str(folder))
-        engine.barrier()
-        if engine.rank == 0:
-            adopt_checkpoint(output, engine.steps, folder, keep_last=keep)
-    engine.barrier()
+def _save(engine: TrainEngine, task: TrainingTask, step: int) -> None:
+    state = engine.state()
+    if engine.rank == 0:
+        save_checkpoint(task.output, step, state, {"step": step}, keep_last=task.settings.train.keep_last)
+    distributed.barrier()
 
 
-def _resume(engine: Engine, drafter: Drafter, output: Path, settings: Settings) -> None:
+def _resume(engine: TrainEngine, output: Path) -> int:
+    """Take up the newest complete checkpoint; returns the step to go on with."""
     newest = newest_checkpoint(output)
     if newest is None:
-        return
-    if not engine.portable:
-        engine.load_sharded(str(newest))
-        return
+        return 0
     checkpoint = load_checkpoint(newest)
-    with torch.no_grad():
-        for name, parameter in _trainable(drafter).items():
-            parameter.copy_(checkpoint.tensors[name])
-    engine.load_state({**checkpoint.state, "optimizer": checkpoint.objects["optimizer"]})
+    engine.load(checkpoint.tensors)
+    return int(checkpoint.state["step"])
