@@ -1,9 +1,9 @@
 """The command line: quick, light, and plain about a user's mistakes."""
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -32,12 +32,11 @@ def test_help_answers_within_a_second_and_imports_nothing_heavy() -> None:
         "heavy = {'torch', 'ray', 'transformers', 'datasets', 'pyarrow', 'wandb', 'deepspeed'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    seconds = []
-    for _ in range(3):  # the best of three: the machine may be busy with other tests
-        started = time.monotonic()
-        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
-        seconds.append(time.monotonic() - started)
-    assert min(seconds) < 1.0
+    # Processor time, which is the waiting time of an idle machine: this one may be busy with other tests.
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 
 
 @pytest.mark.parametrize("command", COMMANDS)
