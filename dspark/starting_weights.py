@@ -40,7 +40,9 @@ def build_drafter(
         if drafter.config.replace(num_anchors=config.num_anchors) != config:
             ours, theirs = vars(config), vars(drafter.config)
             differing = ", ".join(f"{key} ({theirs[key]} there)" for key in ours if ours[key] != theirs[key])
-            raise SettingError(f"the drafter in {start} has other settings: {differing} (option `drafter.initial_weights`)")
+            raise SettingError(
+                f"the drafter in {start} has other settings: {differing} (option `drafter.initial_weights`)"
+            )
     drafter.share_target(target.embed_tokens.weight, target.lm_head.weight)
     if start == "target" and isinstance(drafter, Drafter):
         initialize_from_target(drafter, target)
