@@ -130,8 +130,15 @@ def _print_outcomes(outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
         took = f"in {duration(outcome.seconds)}" if outcome.state == "done" else "already"
         print(f"{outcome.stage:<11} done {took:<10} {outcome.output}")
-        if isinstance(outcome.result.get("summary"), str):
-            print(outcome.result["summary"])
+    results = {outcome.stage: outcome.result for outcome in outcomes}
+    if "evaluate" in results:
+        print("\nAccepted length (draft tokens kept in a round, plus the target's own token):")
+        for name, value in results["evaluate"]["accepted_length"].items():
+            print(f"  {name:<58} {value:.2f}")
+    if "report" in results:
+        print(f"\nReport: {results['report']['page']}")
+    if "publish" in results:
+        print(f"Drafter: {results['publish']['folder']}")
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

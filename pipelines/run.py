@@ -14,6 +14,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -46,6 +47,7 @@ class Stage:
     module: str
     output: str
     inputs: tuple[str, ...] = ()
+    on_ray: bool = False
 
     def load(self) -> StageModule:
         return cast(StageModule, import_module(self.module))
@@ -54,11 +56,23 @@ class Stage:
 STAGES = {
     stage.name: stage
     for stage in (
-        Stage(name="regenerate", module="pipelines.stages.regenerate", output="conversations"),
-        Stage(name="cache", module="pipelines.stages.build_cache", output="cache", inputs=("regenerate",)),
-        Stage(name="train", module="pipelines.stages.train", output="checkpoints", inputs=("cache",)),
-        Stage(name="calibrate", module="pipelines.stages.calibrate", output="calibration", inputs=("train",)),
-        Stage(name="evaluate", module="pipelines.stages.evaluate", output="evaluation", inputs=("train", "calibrate")),
+        Stage(name="regenerate", module="pipelines.stages.regenerate", output="conversations", on_ray=True),
+        Stage(name="cache", module="pipelines.stages.build_cache", output="cache", inputs=("regenerate",), on_ray=True),
+        Stage(name="train", module="pipelines.stages.train", output="checkpoints", inputs=("cache",), on_ray=True),
+        Stage(
+            name="calibrate",
+            module="pipelines.stages.calibrate",
+            output="calibration",
+            inputs=("train",),
+            on_ray=True,
+        ),
+        Stage(
+            name="evaluate",
+            module="pipelines.stages.evaluate",
+            output="evaluation",
+            inputs=("train", "calibrate"),
+            on_ray=True,
+        ),
         Stage(
             name="report",
             module="pipelines.stages.report",
@@ -266,22 +280,27 @@ def run_stages(
     run = Run(settings, stages=stages)
     wanted = [name for name in run.stages if only is None or name in only]
     outcomes = []
-    with run.directory.lock():
+    with run.directory.lock(), ExitStack() as shared:
         if not redo:
             run.refuse_other_identities(wanted)
         run.write_summary(provenance)
         for name in wanted:
             for needed in run.stages[name].inputs:
                 run.require(needed, needed_by=name)
-            outcomes.append(_do(run, name, reporter, redo=redo))
+            outcomes.append(_do(run, name, reporter, shared, redo=redo))
             run.write_summary()
     return outcomes
 
 
-def _do(run: Run, name: str, reporter: Reporter, *, redo: bool) -> Outcome:
+def _do(run: Run, name: str, reporter: Reporter, shared: ExitStack, *, redo: bool) -> Outcome:
     started = time.monotonic()
     has_work = run.prepare(name, redo=redo)
     if has_work:
+        if run.stages[name].on_ray:
+            # One Ray session for all the stages that are left: each stage's own then joins it.
+            from pipelines.stages.workers import session
+
+            shared.enter_context(session(run.settings, run.directory.location()))
         with reporter.stage(name), Tracker(plan_tracking(run.settings, run, name), reporter.say) as run.tracker:
             result = run.stages[name].load().execute(run.settings, run, reporter) or {}
             assert run.tracker is not None
