@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dspark.bigrams import initialize_from_bigrams
 from dspark.config import DrafterConfig, SettingError
 from dspark.drafter import Drafter, drafter_class, load_drafter
 from dspark.target import Target
@@ -24,10 +25,13 @@ def build_drafter(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     draft_token_ids: Tensor | None = None,
+    bigrams: tuple[Tensor, Tensor] | None = None,
 ) -> Any:
     """A drafter that shares the target's embedding and head, on the target's device.
 
-    `start` is "random", "target", or the folder of a published drafter with the same settings.
+    `start` is "random", "target", or the folder of a published drafter with the same settings. `bigrams`: pairs and
+    counts (`dspark.bigrams.bigram_counts`) of the text to learn, from which the Markov head starts where the rest
+    starts from the target.
     Raises SettingError when the folder's drafter has other settings.
     """
     if start in ("random", "target"):
@@ -50,6 +54,9 @@ def build_drafter(
         if draft_token_ids is None:
             raise SettingError("draft_vocab_size is set, so the draft tokens must be given")
         drafter.restrict_vocabulary(draft_token_ids)
+    if start == "target" and bigrams is not None and drafter.sequential_head is not None:
+        head, columns = drafter.sequential_head, config.markov_rank - config.reserves_markov_column
+        initialize_from_bigrams(head.markov_w1, head.markov_w2, *bigrams, columns=columns, seed=seed)
     return drafter
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, distributed, nn
 
 from cluster.engine import StepResult, TrainEngine, build_engine
 from cluster.engine_settings import DeepSpeedSettings
+from dspark.bigrams import bigram_counts
 from dspark.config import DrafterConfig
 from dspark.contract import Contract
 from dspark.draft_vocabulary import most_frequent_tokens
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from dspark.drafter import Drafter
 
 LOG, FINAL = "log.jsonl", "final"
+BIGRAM_ROWS = 20_000  # rows whose token statistics choose the draft vocabulary and start the Markov head
 BAD_STEPS = 10  # steps in a row without a finite gradient, after which training stops
 
 
@@ -255,18 +257,32 @@ def _build(task: TrainingTask, cache: TargetCache) -> Drafter:
     settings = task.settings
     config = drafter_config(settings, task.facts)
     target = open_target(settings, task.facts)
+    previous, following = _supervised_pairs(cache)
     drafted = None
     if config.draft_vocab_size is not None:
-        counts = torch.zeros(config.vocab_size, dtype=torch.long)
-        for index in range(len(cache)):
-            row = cache.raw_row(index)
-            ids, edges = torch.as_tensor(row["input_ids"]).long(), [int(edge) for edge in row["spans"]]
-            for start, end in zip(edges[::2], edges[1::2], strict=True):
-                counts += torch.bincount(ids[start:end], minlength=config.vocab_size)
+        counts = torch.bincount(following, minlength=config.vocab_size)
         drafted = most_frequent_tokens(counts, config.draft_vocab_size, always=task.facts.stop_token_ids)
     return build_drafter(
-        config, target, start=settings.drafter.initial_weights, seed=settings.run.seed, draft_token_ids=drafted
+        config,
+        target,
+        start=settings.drafter.initial_weights,
+        seed=settings.run.seed,
+        draft_token_ids=drafted,
+        bigrams=bigram_counts(previous, following, config.vocab_size),
     )
+
+
+def _supervised_pairs(cache: TargetCache) -> tuple[Tensor, Tensor]:
+    """Every supervised token of the cache with the token before it: two tensors [E]."""
+    previous, following = [], []
+    for index in range(min(len(cache), BIGRAM_ROWS)):
+        row = cache.raw_row(index)
+        ids, edges = torch.as_tensor(row["input_ids"]).long(), [int(edge) for edge in row["spans"]]
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            first = max(start, 1)
+            previous.append(ids[first - 1 : end - 1])
+            following.append(ids[first:end])
+    return torch.cat(previous), torch.cat(following)
 
 
 def _over_ranks(sums: dict[str, float]) -> dict[str, float]:
