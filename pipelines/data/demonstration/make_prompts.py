@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SEED = 20261129
-SPLITS = {"train": 192, "calibration": 24, "evaluation": 16}  # prompts a domain
+SPLITS = {"train": 128, "calibration": 16, "evaluation": 16}  # prompts a domain
 
 NAMES = [
     "Anna",
@@ -117,20 +117,23 @@ DOMAINS = {"chat": chat_prompts, "mathematics": mathematics_prompts, "code": cod
 
 
 def make_prompts() -> dict[str, list[dict[str, object]]]:
-    """The rows of every split: `{"id", "domain", "conversations": [{"role": "user", "content": …}]}`."""
-    splits: dict[str, list[dict[str, object]]] = {split: [] for split in SPLITS}
-    for domain, prompts in DOMAINS.items():
-        drawn = random.Random(f"{SEED}/{domain}").sample(list(prompts()), sum(SPLITS.values()))
-        for split, count in SPLITS.items():
-            for number in range(count):
-                splits[split].append(
-                    {
-                        "id": f"{domain}-{split}-{number:03d}",
-                        "domain": domain,
-                        "conversations": [{"role": "user", "content": drawn.pop()}],
-                    }
-                )
-    return splits
+    """The rows of every split, domains in turn: `{"id", "domain", "conversations": [{"role": "user", "content": …}]}`."""
+    drawn = {
+        domain: random.Random(f"{SEED}/{domain}").sample(list(prompts()), sum(SPLITS.values()))
+        for domain, prompts in DOMAINS.items()
+    }
+    return {
+        split: [
+            {
+                "id": f"{domain}-{split}-{number:03d}",
+                "domain": domain,
+                "conversations": [{"role": "user", "content": drawn[domain].pop()}],
+            }
+            for number in range(count)
+            for domain in DOMAINS
+        ]
+        for split, count in SPLITS.items()
+    }
 
 
 def main() -> None:
