@@ -1,8 +1,8 @@
 """A DeepSpeed engine that takes exact steps, however the global batch is split.
 
-The caller's loss is already divided by the normaliser of the *global* batch (the sum of the loss weights over all ranks and
-micro-batches), so the gradients of all micro-batches of all ranks are summed, never averaged. Any number of micro-batches
-makes a step, and ranks may have different numbers of them, none included.
+The caller's loss is already divided by the normaliser of the *global* batch (the sum of the loss weights over all ranks
+and micro-batches), so the gradients of all micro-batches of all ranks are summed, never averaged. Any number of
+micro-batches makes a step, and ranks may have different numbers of them, none included.
 """
 
 from __future__ import annotations

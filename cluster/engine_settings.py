@@ -66,7 +66,8 @@ class DeepSpeedSettings:
                 raise ValueError(f"{name} = {value!r}: choose one of {', '.join(map(str, allowed))}")
         if self.precision == "bf16" and self.zero_stage == 0:
             raise ValueError(
-                "precision = bf16 needs the fp32 master weights that ZeRO keeps: set zero_stage to 1, or precision to fp32"
+                "precision = bf16 needs the fp32 master weights that ZeRO keeps: set zero_stage to 1, or precision "
+                "to fp32"
             )
         if self.accumulate_fp32 and (self.precision, self.zero_stage) != ("bf16", 1):
             raise ValueError(
@@ -131,7 +132,7 @@ class DeepSpeedSettings:
 
 
 class _Guarded:
-    """Clipping, the gradient's norm and the skipping of steps that are not finite, which ZeRO has and stage 0 has not."""
+    """Clipping, the gradient's norm and skipping of steps that are not finite: ZeRO has them, stage 0 has not."""
 
     clip = 0.0
     overflow = False

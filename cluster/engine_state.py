@@ -1,7 +1,8 @@
 """Weights and optimizer state of a DeepSpeed engine as plain tensors by parameter name, free of ranks and ZeRO stages.
 
-ZeRO keeps flat fp32 partitions; each parameter knows which fragment of it lies in this rank's partition. Gathering adds the
-fragments of all ranks up in a buffer (zeros elsewhere), in buckets, to rank 0. Restoring copies this rank's fragments back.
+ZeRO keeps flat fp32 partitions; each parameter knows which fragment of it lies in this rank's partition. Gathering adds
+the fragments of all ranks up in a buffer (zeros elsewhere), in buckets, to rank 0. Restoring copies this rank's
+fragments back.
 """
 
 from __future__ import annotations
@@ -169,6 +170,7 @@ def _check(parameters: Mapping[str, torch.nn.Parameter], state: Mapping[str, tor
     if missing or extra or shapes:
         raise ValueError(
             "the saved training state is of another model: "
-            f"missing {missing[:5] or 'nothing'}, not expected {extra[:5] or 'nothing'}, shapes {shapes[:5] or 'equal'}; "
+            f"missing {missing[:5] or 'nothing'}, not expected {extra[:5] or 'nothing'}, "
+            f"shapes {shapes[:5] or 'equal'}; "
             "resume with the settings that it was saved under, or start anew in another folder"
         )

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions of the step, so that a resumed run cannot differ from an undisturbed one."""
+"""Learning-rate schedules, pure functions of the step: a resumed run cannot differ from an undisturbed one."""
 
 from __future__ import annotations
 

@@ -36,12 +36,15 @@ _JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 # Read by Ray when it starts, in the driver and in every process below it.
 QUIET_ENVIRONMENT = {
+    "RAY_worker_niceness": "0",  # Ray's 15 starves the workers on a machine that does anything else
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # also how long the end of a training goes unnoticed
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_STATE_ACTOR_RECONCILIATION": "0",
     "RAY_TRAIN_V2_ENABLED": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",

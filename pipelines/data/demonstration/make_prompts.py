@@ -117,7 +117,7 @@ DOMAINS = {"chat": chat_prompts, "mathematics": mathematics_prompts, "code": cod
 
 
 def make_prompts() -> dict[str, list[dict[str, object]]]:
-    """The rows of every split, domains in turn: `{"id", "domain", "conversations": [{"role": "user", "content": …}]}`."""
+    """The rows of every split, domains in turn: `{"id", "domain", "conversations": [{"role", "content"}]}`."""
     drawn = {
         domain: random.Random(f"{SEED}/{domain}").sample(list(prompts()), sum(SPLITS.values()))
         for domain, prompts in DOMAINS.items()
