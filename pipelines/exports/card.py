@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
 from pipelines.reporting.markdown import length_table
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
 def model_card(
@@ -81,7 +84,8 @@ def _front_matter(contract: Mapping[str, Any], license: str | None, report: Mapp
     front: dict[str, Any] = {}
     if license:
         front["license"] = license
-    front["base_model"] = contract["target_name"]
+    if _HUB_ID.fullmatch(contract["target_name"]):
+        front["base_model"] = contract["target_name"]
     front["pipeline_tag"] = "text-generation"
     front["tags"] = ["speculative-decoding", "draft-model", "dspark"]
     value = _headline(report)

@@ -143,17 +143,18 @@ def check_temperatures(calibration: Mapping[str, Any] | None, config: Mapping[st
 def sglang_table(calibration: Mapping[str, Any], temperatures: Sequence[float]) -> dict[str, Any]:
     """The file for SGLang's `--speculative-dspark-confidence-sts-path`: its keys and no others."""
 
-    def by_slot(name: str) -> list[float]:
-        values = calibration.get(name)
-        known = isinstance(values, list) and len(values) == len(temperatures)
-        return [float(value) for value in values] if known and values is not None and None not in values else []
+    errors = calibration.get("ece_on_fitted_rounds") or {}
+
+    def by_slot(moment: str) -> list[float]:
+        values = errors.get(moment) or []
+        return [float(value) for value in values] if len(values) == len(temperatures) and None not in values else []
 
     return {
         "temperatures": list(temperatures),
         "dataset": str(calibration.get("fitted_on", "")),
         "num_samples": int(calibration.get("rounds") or 0),
-        "ece_before": by_slot("ece_before_by_slot") or by_slot("ece_before"),
-        "ece_after": by_slot("ece_after_by_slot") or by_slot("ece_after"),
+        "ece_before": by_slot("before"),
+        "ece_after": by_slot("after"),
     }
 
 

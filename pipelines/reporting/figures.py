@@ -22,8 +22,8 @@ from pipelines.reporting.events import columns
 MEAN = "mean"
 MAIN = "dspark"
 PLAIN = "plain"
-# The temperatures were fitted for the whole drafter, not for one with a part switched off.
-UNCALIBRATED = ("no-sequential-head", PLAIN)
+# The temperatures were fitted for the drafter itself, not for one with a part switched off or an older one.
+UNCALIBRATED = ("no-sequential-head", "baseline", PLAIN)
 USUAL_POLICIES = ("", "none", "full", "full-block")
 LEVELS = np.linspace(0.0, 1.0, 41)
 SWEEP_DRAWS = 200
@@ -38,7 +38,7 @@ def variant(drafter: str, policy: str) -> str:
 
 def rank(pair: tuple[str, float]) -> tuple[int, str, float]:
     """Order of the variants: DSpark, without its sequential head, others, plain decoding; then by temperature."""
-    return {MAIN: 0, "no-sequential-head": 1, PLAIN: 9}.get(pair[0], 5), pair[0], float(pair[1])
+    return {MAIN: 0, "no-sequential-head": 1, "baseline": 2, PLAIN: 9}.get(pair[0], 5), pair[0], float(pair[1])
 
 
 def groups(events: pa.Table) -> Iterator[tuple[str, float, Columns]]:
@@ -84,8 +84,11 @@ def round_table(rows: Columns) -> RoundTable:
     )
 
 
-def accepted_lengths(events: pa.Table) -> list[dict[str, Any]]:
-    """One record a variant, temperature and domain, then their mean (every domain counts the same)."""
+def accepted_lengths(events: pa.Table, completions: pa.Table | None = None) -> list[dict[str, Any]]:
+    """One record a variant, temperature and domain, then their mean (every domain counts the same).
+
+    Plain decoding leaves no rounds: its record is made from its `completions`, one token a target pass.
+    """
     records = []
     for name, temperature, table in groups(events):
         parts = [(domain, round_table(rows)) for domain, rows in _domains(table)]
@@ -107,6 +110,24 @@ def accepted_lengths(events: pa.Table) -> list[dict[str, Any]]:
                     "stop_cuts": int(part.stop_cut.sum()),
                 }
             )
+    if completions is not None and not any(record["drafter"] == PLAIN for record in records):
+        records += _plain_lengths(completions)
+    return records
+
+
+def _plain_lengths(completions: pa.Table) -> list[dict[str, Any]]:
+    """The first token of an answer comes from the pass over the prompt, as it does with a drafter."""
+    rows = [row for row in completions.to_pylist() if row["drafter"] == PLAIN and len(row["output_ids"]) > 1]
+    records = []
+    for temperature in sorted({row["temperature"] for row in rows}):
+        here = [row for row in rows if row["temperature"] == temperature]
+        for domain in [*sorted({row["domain"] for row in here}), MEAN]:
+            own = [row for row in here if domain in (row["domain"], MEAN)]
+            passes = sum(len(row["output_ids"]) - 1 for row in own)
+            record: dict[str, Any] = {"drafter": PLAIN, "temperature": temperature, "domain": domain, "value": 1.0}
+            record |= {"low": None, "high": None, "rounds": passes, "requests": len(own), "tokens": passes}
+            record |= {"drafted": 0, "accepted": 0, "verification_rate": None, "stop_cuts": 0}
+            records.append(record)
     return records
 
 

@@ -88,7 +88,7 @@ def _head(drafter: Mapping[str, Any]) -> str | None:
 def _checks(report: Mapping[str, Any]) -> str:
     flags = report["flags"]
     items = "".join(
-        f'<li class="{escape(flag["level"])}"><b>{"Warning" if flag["level"] == "warning" else "Note"}.</b> '
+        f'<li class="flag-{escape(flag["level"])}"><b>{"Warning" if flag["level"] == "warning" else "Note"}.</b> '
         f"{escape(flag['text'])}</li>"
         for flag in flags
     )

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from pipelines.reporting.charts import Series, line_chart, number, percent
-from pipelines.reporting.page_parts import absent, folded, key, name_of, table
+from pipelines.reporting.page_parts import FEW, absent, folded, key, name_of, table
 
 
 def confidence(report: Mapping[str, Any]) -> str:
@@ -27,7 +27,8 @@ def confidence(report: Mapping[str, Any]) -> str:
     )
     marks = key("b", "square", "before calibration", dashed=True) + key("a", "circle", "after")
     return (
-        "<p>The drafter says beforehand how likely each draft is to be kept. On the dotted diagonal it is right. "
+        "<p>The drafter says beforehand how likely each draft is to be kept. On the dotted diagonal it is right; a "
+        f"hollow point rests on fewer than {FEW} predictions. "
         f'{escape(fitted)}</p><ul class="legend">{marks}</ul><div class="grid2">{"".join(panels)}</div>'
         + folded("Calibration error as a table", _confidence_table(rows))
     )
@@ -44,6 +45,7 @@ def _reliability(row: Mapping[str, Any]) -> str:
                 tone=tone,
                 marker=marker,
                 dashed=dashed,
+                hollow=frozenset(b["confidence"] for b in bins if b["count"] < FEW),
             )
         )
     counts = [b["count"] for b in row["reliability_after"]]
@@ -106,7 +108,7 @@ def _sweep(row: Mapping[str, Any], index: int) -> str:
         for name, field, share in (
             ("threshold", "threshold", False),
             ("drafts verified", "scheduled", False),
-            ("accepted length", "accepted_length", False),
+            ("tokens a round", "accepted_length", False),
             ("of them kept", "verification_rate", True),
         )
     )

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+# Points that rest on fewer rounds or predictions are drawn hollow.
+FEW = 20
 NAMES = {"dspark": "DSpark", "no-sequential-head": "without sequential head", "plain": "plain decoding"}
 TONES = {"dspark": "a", "no-sequential-head": "b", "plain": "c"}
 MARKERS = {"dspark": "circle", "no-sequential-head": "square", "plain": "diamond"}

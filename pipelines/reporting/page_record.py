@@ -14,7 +14,7 @@ from pipelines.reporting.terms import TERMS
 # The curves that get a chart: (title, names a training log may use, the first found is drawn).
 CURVES = (
     ("Loss", ("loss", "train/loss")),
-    ("Expected accepted length", ("expected_tau", "expected_accepted_length", "tau", "train/tau")),
+    ("Expected accepted length", ("expected_tau", "expected_accepted_length", "tau_probabilistic", "tau")),
     ("Cross-entropy", ("ce", "train/ce")),
     ("Distance to the target's distribution (L1)", ("l1", "train/l1")),
     ("Confidence loss", ("confidence", "bce", "train/bce")),

@@ -7,10 +7,7 @@ from html import escape
 from typing import Any
 
 from pipelines.reporting.charts import Estimate, Series, bar_chart, interval_chart, line_chart, number, percent, tape
-from pipelines.reporting.page_parts import absent, folded, key, legend, marker_of, name_of, table, tone_of
-
-# Points that rest on fewer rounds are drawn hollow.
-FEW = 20
+from pipelines.reporting.page_parts import FEW, absent, folded, key, legend, marker_of, name_of, table, tone_of
 
 
 def _temperatures(rows: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -64,10 +64,10 @@ def equality_with_plain(
 
     A difference is a tie when the target's two best logits lie at most `gap_tolerance` apart where the texts part.
     """
-    reference = {row["request_id"]: row for row in plain}
+    reference = {(row["request_id"], row["seed"]): row for row in plain}
     compared, differing = 0, []
     for row in drafted:
-        other = reference.get(row["request_id"])
+        other = reference.get((row["request_id"], row["seed"]))
         if other is None:
             continue
         compared += 1
@@ -104,11 +104,11 @@ def flags(report: Mapping[str, Any]) -> list[dict[str, str]]:
         (row["drafter"], row["temperature"]): row for row in report["accepted_length"] if row["domain"] == "mean"
     }
     for (drafter, temperature), row in overall.items():
-        if drafter != "plain" and row["rounds"] < FEWEST_ROUNDS:
+        if drafter == "dspark" and row["rounds"] < FEWEST_ROUNDS:
             found.append(
                 (
                     "warning",
-                    f"Only {row['rounds']} rounds for {drafter} at temperature {temperature:g}; below {FEWEST_ROUNDS} "
+                    f"Only {row['rounds']} rounds at temperature {temperature:g}; below {FEWEST_ROUNDS} "
                     "the figures are little more than a guess.",
                 )
             )
@@ -150,7 +150,9 @@ def flags(report: Mapping[str, Any]) -> list[dict[str, str]]:
 
 def _text_flags(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
-    for entry in report["outputs"]:
+    drafted = [entry for entry in report["outputs"] if entry["drafter"] == "dspark"]
+    # Where DSpark was run, its texts stand for all: they are the target's own, whoever drafts.
+    for entry in drafted or report["outputs"]:
         total = entry["completions"]
         where = f"of {total} outputs of {entry['drafter']} at temperature {entry['temperature']:g}"
         for kind, words in (("empty", "are empty"), ("looping", "end in a loop"), ("repetitive", "repeat themselves")):

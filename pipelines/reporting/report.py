@@ -65,7 +65,7 @@ class ReportInputs:
 def build_report(run_inputs: ReportInputs) -> dict[str, Any]:
     """The whole report as JSON values; docs/report.md says what each field is."""
     inputs = run_inputs
-    lengths = figures.accepted_lengths(inputs.events)
+    lengths = figures.accepted_lengths(inputs.events, inputs.completions)
     overall = {(row["drafter"], row["temperature"]): row["value"] for row in lengths if row["domain"] == figures.MEAN}
     temperatures = (inputs.calibration or {}).get("temperatures")
     completions = inputs.completions.to_pylist()

@@ -96,7 +96,7 @@ details[open]>summary{margin-bottom:10px}
 details pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.8rem;line-height:1.5;margin:0}
 .flags{list-style:none;margin:0;padding:0;display:grid;gap:8px}
 .flags li{padding:10px 14px;border-left:3px solid var(--line);background:var(--panel);font-size:.92rem}
-.flags .warning{border-color:var(--b);background:var(--warn)}
+.flags .flag-warning{border-color:var(--b);background:var(--warn)}
 .flags .good{border-color:var(--a)}
 .flags b{font-weight:650}
 .legend.domains{margin-top:20px}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pyarrow as pa
 
 from dspark.events import Completion, RoundEvent
 from pipelines.reporting.events import COMPLETION_SCHEMA, EVENT_SCHEMA, Labels, completion_table, event_table
-from pipelines.reporting.report import ReportInputs, conversation_summary
+from pipelines.reporting.report import ReportInputs, build_report, conversation_summary
 
 TEXT = (
     "The little bicycle stood by the river and nobody knew whose it was . In the morning a child came , looked at it "
@@ -95,7 +96,8 @@ def labels(drafter: str = "dspark", temperature: float = 0.0, domain: str = "cha
     )
 
 
-def evaluation(requests: int = 6, block: int = 7, tokens: int = 80) -> tuple[pa.Table, pa.Table]:
+@cache
+def evaluation(requests: int = 5, block: int = 7, tokens: int = 60) -> tuple[pa.Table, pa.Table]:
     """Three drafters, two temperatures, three domains."""
     events, completions = [EVENT_SCHEMA.empty_table()], [COMPLETION_SCHEMA.empty_table()]
     for drafter, loss, decay, size in (
@@ -203,3 +205,9 @@ def full_inputs(**changes: Any) -> ReportInputs:
         "decode": decode,
     }
     return ReportInputs(**(values | changes))
+
+
+@cache
+def full_report() -> dict[str, Any]:
+    """The report of `full_inputs()`; not to be changed."""
+    return build_report(full_inputs())

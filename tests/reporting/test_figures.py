@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -6,14 +8,14 @@ from hypothesis import strategies as st
 from synthetic_events import evaluation, labels, simulate
 
 from pipelines.reporting import figures
-from pipelines.reporting.events import COMPLETION_SCHEMA, EVENT_SCHEMA, Labels, event_table
+from pipelines.reporting.events import COMPLETION_SCHEMA, EVENT_SCHEMA, Labels, completion_table, event_table
 
 EMPTY = COMPLETION_SCHEMA.empty_table()
 
 
 @pytest.fixture(scope="module")
 def events() -> pa.Table:
-    return evaluation(requests=5, tokens=60)[0]
+    return evaluation()[0]
 
 
 def test_lengths_against_plain_counting(events: pa.Table) -> None:
@@ -123,7 +125,7 @@ def test_no_events_no_figures() -> None:
     assert figures.speed(empty, EMPTY, [], {}) == []
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(rate=st.floats(0.02, 0.98), block=st.integers(0, 8), tokens=st.integers(2, 40), requests=st.integers(1, 3))
 def test_figures_stay_in_their_bounds(rate: float, block: int, tokens: int, requests: int) -> None:
     made = [simulate(f"r{i}", rate=rate, block=block, tokens=tokens, seed=i) for i in range(requests)]
@@ -139,3 +141,9 @@ def test_figures_stay_in_their_bounds(rate: float, block: int, tokens: int, requ
                 assert 0.0 <= value <= alive + 1e-9
                 alive = value
     figures.confidence(events, None)
+
+
+def test_plain_decoding_without_rounds_is_one_token_a_pass() -> None:
+    completion = dataclasses.replace(simulate("a", rate=0.5, block=0, tokens=30), rounds=[])
+    found = figures.accepted_lengths(EVENT_SCHEMA.empty_table(), completion_table(completion, labels("plain")))
+    assert [(row["domain"], row["value"], row["rounds"]) for row in found] == [("chat", 1.0, 29), ("mean", 1.0, 29)]

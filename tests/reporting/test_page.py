@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from headless_browser import Browser, find_browser
-from synthetic_events import full_inputs, labels, simulate
+from synthetic_events import full_report, labels, simulate
 
 from pipelines.reporting.events import completion_table, event_table
 from pipelines.reporting.report import ReportInputs, build_report, write_report
@@ -54,7 +54,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     long = "unbreakable" * 30
     single = simulate("one", rate=0.5, tokens=9)
     inputs = {
-        "full": full_inputs(),
         "empty": ReportInputs(),
         "single": ReportInputs(
             title=long,
@@ -69,9 +68,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ),
     }
     folder = tmp_path_factory.mktemp("reports")
-    for name, one in inputs.items():
-        write_report(build_report(one), folder / name)
-    return {name: folder / name / "index.html" for name in inputs}
+    reports = {"full": full_report(), **{name: build_report(one) for name, one in inputs.items()}}
+    for name, report in reports.items():
+        write_report(report, folder / name)
+    return {name: folder / name / "index.html" for name in reports}
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -27,7 +27,13 @@ def test_repetition_is_the_share_of_grams_seen_before() -> None:
 
 
 def _row(request: str, tokens: list[int], gap: float = 1.0, reason: str = "stop") -> dict[str, Any]:
-    return {"request_id": request, "output_ids": tokens, "finish_reason": reason, "logit_gaps": [gap] * len(tokens)}
+    return {
+        "request_id": request,
+        "seed": 0,
+        "output_ids": tokens,
+        "finish_reason": reason,
+        "logit_gaps": [gap] * len(tokens),
+    }
 
 
 def test_degenerate_outputs_are_counted() -> None:
