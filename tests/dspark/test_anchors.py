@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark.anchors import anchors_weight, block_labels, draw_anchors, eligible_anchors, supervised_mask
@@ -14,6 +14,7 @@ masks = st.lists(st.booleans(), min_size=1, max_size=60).map(lambda bits: np.arr
 
 
 @given(masks)
+@settings(deadline=None)
 def test_eligibility_restated(mask: np.ndarray) -> None:
     paper = [a for a in range(len(mask) - 1) if mask[a] and mask[a + 1]]
     any_prefix = [a for a in range(len(mask) - 1) if mask[a + 1]]
@@ -22,6 +23,7 @@ def test_eligibility_restated(mask: np.ndarray) -> None:
 
 
 @given(masks, st.integers(1, 70), st.integers(0, 5), st.integers(0, 5))
+@settings(deadline=None)
 def test_draws_are_distinct_eligible_nested_and_repeatable(mask: np.ndarray, count: int, seed: int, epoch: int) -> None:
     drawn = draw_anchors(mask, count, seed=seed, epoch=epoch, sample_id="a")
     eligible = set(eligible_anchors(mask).tolist())
@@ -61,6 +63,7 @@ def test_draws_are_uniform_and_change_with_every_key() -> None:
 
 
 @given(masks, st.integers(1, 9), st.data())
+@settings(deadline=None)
 def test_block_labels_restated(mask: np.ndarray, block_size: int, data: st.DataObject) -> None:
     length = len(mask)
     ids = np.array(data.draw(st.lists(st.integers(1, 99), min_size=length, max_size=length)))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark.anchors import draw_anchors, supervised_mask
@@ -77,6 +77,7 @@ def assert_same_blocks(ours: dict, theirs: dict) -> None:
 
 
 @given(st.permutations(range(len(SAMPLES))), st.integers(0, len(SAMPLES)), st.booleans())
+@settings(deadline=None)
 def test_order_splitting_and_trimming_change_no_block(order: list[int], cut: int, trim: bool) -> None:
     anchors = anchors_of(SAMPLES)
     whole = blocks_of(pack(SAMPLES, anchors, 7))
@@ -157,6 +158,7 @@ def test_refusals() -> None:
     st.integers(1, 600),
     st.integers(1, 4),
 )
+@settings(deadline=None)
 def test_plans_hold_each_sample_once_within_the_budget(sizes: list[tuple[int, int]], budget: int, ranks: int) -> None:
     lengths, counts = [size[0] for size in sizes], [size[1] for size in sizes]
     packs = plan_packs(lengths, counts, block_size=7, budget=budget, ranks=ranks)
