@@ -289,6 +289,7 @@ def run_stages(
                 run.require(needed, needed_by=name)
             outcomes.append(_do(run, name, reporter, shared, redo=redo))
             run.write_summary()
+        run.directory.remove_leftovers()
     return outcomes
 
 

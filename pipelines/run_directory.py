@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from typing import Any
 from pipelines.errors import UserError
 from storage.filesystems import Folder
 
+PUBLISHING = ".publishing-"  # how the folder is called in which a publication is put together
 _locked_here: set[str] = set()
 
 
@@ -75,6 +77,17 @@ class RunDirectory:
             for folder, _, _ in os.walk(target, topdown=False):
                 os.rmdir(folder)
         os.rename(source, target)
+
+    def remove_leftovers(self) -> None:
+        """Remove what killed writers left: files half written, and a folder that was about to be published.
+
+        Only for who holds the lock. What a living process writes stays.
+        """
+        if not self.is_local:
+            return
+        self.folder.remove_dead_temporaries()
+        for folder in self.path().glob(f"{PUBLISHING}*"):
+            shutil.rmtree(folder)
 
     @contextmanager
     def lock(self) -> Iterator[None]:

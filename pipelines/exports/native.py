@@ -21,6 +21,7 @@ from typing import Any
 
 from pipelines.exports import gates
 from pipelines.exports.card import model_card
+from pipelines.run_directory import PUBLISHING
 from storage.filesystems import Folder, sync_folder
 
 MANIFEST = "manifest.json"
@@ -65,7 +66,7 @@ def publish_native(publication: Publication, folder: str | os.PathLike[str]) -> 
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
         _finish_interrupted(destination.local_path())
-    with tempfile.TemporaryDirectory(prefix=".publishing-", dir=parent) as temporary:
+    with tempfile.TemporaryDirectory(prefix=PUBLISHING, dir=parent) as temporary:
         staging = Path(temporary) / "published"
         staging.mkdir()
         results = _write(publication, staging)

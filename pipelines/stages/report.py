@@ -50,11 +50,11 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     wanted = ("block_size", "num_hidden_layers", "markov_head_type", "markov_rank", "target_layer_ids")
     report = build_report(
         ReportInputs(
-            title=f"{settings.drafter.algorithm} drafter for {facts.name}",
+            title=f"{settings.drafter.algorithm} drafter for {facts.name.split('/')[-1].split(':')[-1]}",
             events=read_events(evaluation.full("events-all.parquet")),
             completions=read_completions(evaluation.full("completions-all.parquet")),
             target={"name": facts.name, "revision": facts.revision},
-            drafter={key: config.get(key) for key in wanted},
+            drafter={"algorithm": settings.drafter.algorithm, **{key: config.get(key) for key in wanted}},
             contract=facts.contract(settings, with_block=True),
             calibration=read_calibration(run),
             training=read_log(Path(run.location("train"), LOG)),

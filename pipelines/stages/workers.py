@@ -20,8 +20,7 @@ def open_target(settings: Settings, facts: TargetFacts) -> Target:
 
     from dspark.target import Target
 
-    if settings.cluster.threads_per_worker is not None:
-        torch.set_num_threads(settings.cluster.threads_per_worker)
+    torch.set_num_threads(settings.cluster.threads_per_worker or settings.cluster.cpus_per_worker)
     wanted = settings.target
     return Target.open(
         facts.path,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dspark.anchors import anchors_weight, draw_anchors, supervised_mask
-from dspark.packing import PackedBatch, pack, plan_packs
+from dspark.packing import PackedBatch, Sample, pack, plan_packs
 from storage.order import global_batches, position, steps_per_epoch
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from storage.target_cache import TargetCache
 
 Spans = tuple[tuple[int, int], ...]
@@ -122,12 +124,26 @@ def _batches(samples: int, batch_size: int, seed: int, epoch: int) -> list[np.nd
 
 
 class Loader:
-    """Packed batches of the steps to come, decoded in a thread, at most `ahead` steps before they are needed."""
+    """Packed batches of the steps to come, decoded in a thread, at most `ahead` steps before they are needed.
+
+    `log_normalizers` [P] of last states [P, d], where it is given, is asked once a row and remembered for later epochs.
+    """
 
     def __init__(
-        self, cache: TargetCache, plan: StepPlan, *, first: int, rank: int, ranks: int, dtype: Any, ahead: int = 2
+        self,
+        cache: TargetCache,
+        plan: StepPlan,
+        *,
+        first: int,
+        rank: int,
+        ranks: int,
+        dtype: Any,
+        ahead: int = 2,
+        log_normalizers: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._cache, self._plan, self._dtype = cache, plan, dtype
+        self._log_normalizers = log_normalizers
+        self._known: dict[int, Tensor] = {}
         self._range = range(first, plan.total_steps)
         self._rank, self._ranks = rank, ranks
         self._queue: queue.Queue[Any] = queue.Queue(maxsize=ahead)
@@ -167,5 +183,19 @@ class Loader:
     def _load(self, planned: Pack) -> PackedBatch | None:
         if not planned.rows:
             return None
-        samples = [self._cache.row(row, dtype=self._dtype) for row in planned.rows]
+        samples = [self._sample(row) for row in planned.rows]
         return pack(samples, planned.anchors, self._plan.block_size)
+
+    def _sample(self, row: int) -> Sample:
+        stored = self._cache.row(row, dtype=self._dtype)
+        if self._log_normalizers is not None and row not in self._known:
+            self._known[row] = self._log_normalizers(stored.last_states)
+        return Sample(
+            sample_id=stored.sample_id,
+            input_ids=stored.input_ids,
+            spans=stored.spans,
+            features=stored.features,
+            teacher_positions=stored.teacher_positions,
+            last_states=stored.last_states,
+            log_normalizers=self._known.get(row),
+        )

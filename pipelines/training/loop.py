@@ -12,7 +12,9 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,7 @@ from dspark.contract import Contract
 from dspark.draft_vocabulary import most_frequent_tokens
 from dspark.drafter import save_drafter
 from dspark.losses import LossConfig, add_sums, fused_loss, metrics_of, output_head_of
+from dspark.output_head import log_normalizers
 from dspark.packing import PackedBatch
 from dspark.starting_weights import build_drafter
 from pipelines.settings import Settings
@@ -67,6 +70,15 @@ class BlockLoss(nn.Module):
         self.drafter, self.config = drafter, config
         self._head = output_head_of(drafter)
 
+    def teacher_normalizers(self) -> Callable[[Tensor], Tensor] | None:
+        """The teacher's normaliser over the whole vocabulary, worth remembering where the drafter's is smaller.
+
+        On a CPU only: elsewhere the loader would compete with it for what the device does at once.
+        """
+        if self.drafter.draft_token_ids is None or self.drafter.device.type != "cpu":
+            return None
+        return partial(log_normalizers, head=self._head)
+
     def forward(self, batch: PackedBatch, normalizer: float) -> tuple[Tensor, dict[str, float]]:
         states = self.drafter.block_states(batch)
         result = fused_loss(self.drafter, states, batch, self.config, normalizer=normalizer, head=self._head)
@@ -77,8 +89,6 @@ def train_rank(config: dict[str, Any]) -> None:
     """Entry point of each worker."""
     task: TrainingTask = config["task"]
     settings = task.settings
-    if settings.cluster.threads_per_worker is not None:
-        torch.set_num_threads(settings.cluster.threads_per_worker)
     cache = TargetCache.open(task.cache)
     ours = Contract.from_dict(task.facts.contract(settings, with_block=True))
     ours.require_same(Contract.from_dict(cache.contract), ours="these settings", theirs="cache")
@@ -93,7 +103,15 @@ def train_rank(config: dict[str, Any]) -> None:
     first = _resume(engine, output)
     plan = step_plan(settings, index, task.total_steps)
     dtype = torch.float32 if settings.train.precision == "float32" else torch.bfloat16
-    loader = Loader(cache, plan, first=first, rank=engine.rank, ranks=engine.world_size, dtype=dtype)
+    loader = Loader(
+        cache,
+        plan,
+        first=first,
+        rank=engine.rank,
+        ranks=engine.world_size,
+        dtype=dtype,
+        log_normalizers=module.teacher_normalizers(),
+    )
     log = TrainingLog(output / LOG, module.config, first) if engine.rank == 0 else None
     _steps(task, engine, first, loader, log)
     weights = engine.weights()
