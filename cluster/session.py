@@ -46,9 +46,15 @@ QUIET_ENVIRONMENT = {
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_TRAIN_ENABLE_STATE_ACTOR_RECONCILIATION": "0",
     "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
 }
+
+# On one machine nobody announces that a node will be taken away.
+EMBEDDED_ENVIRONMENT = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
+
+_embedded = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,11 @@ class RaySession:
     cpus: float
     gpus: float
     temporary: Path | None
+
+
+def is_embedded() -> bool:
+    """Whether the current session is a cluster of this process's own."""
+    return _embedded
 
 
 def inside_ray_job() -> bool:
@@ -89,6 +100,7 @@ def ray_session(
     Raises:
         ConnectionError: no cluster answers at `address`.
     """
+    global _embedded
     import ray
 
     if ray.is_initialized():
@@ -113,7 +125,8 @@ def ray_session(
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.rename(temporary / "lock.new", temporary / "lock")
     try:
-        with _environment({**QUIET_ENVIRONMENT, **private_token(temporary)}), lean_node(log_monitor=worker_logs):
+        variables = {**QUIET_ENVIRONMENT, **EMBEDDED_ENVIRONMENT, **private_token(temporary)}
+        with _environment(variables), lean_node(log_monitor=worker_logs):
             _reload_authentication()
             ray.init(
                 address="local",
@@ -126,13 +139,16 @@ def ray_session(
                 _temp_dir=str(temporary),
                 _node_ip_address=LOOPBACK,
             )
+            _embedded = True
             try:
                 yield _describe(temporary)
             except BaseException:
                 ray.shutdown()
                 _keep_logs(temporary, directory)
                 raise
-            ray.shutdown()
+            finally:
+                _embedded = False
+                ray.shutdown()
         _reload_authentication()
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

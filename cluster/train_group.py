@@ -1,14 +1,36 @@
-"""A group of training workers on Ray Train, restarted from its last checkpoint when a worker is lost."""
+"""A group of training workers on Ray Train, restarted from its last checkpoint when a worker is lost.
+
+The training function finds its own newest checkpoint when it starts; this module sees to it that it is started again.
+SIGTERM (a preempted machine, `kill`) asks the workers to stop: they see it through `stop_wanted()`, write a checkpoint
+and return, and `run_group` raises `TrainingStopped`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+import signal
+import threading
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any
+
+from cluster.session import is_embedded
+
+_KEY = "dspark_group"
+# Errors that come again however often the group is started; a lost peer shows as a RuntimeError and is not among them.
+LASTING_ERRORS: tuple[type[BaseException], ...] = (ValueError, TypeError, LookupError, FileNotFoundError, ImportError)
+_current: str | None = None
 
 
 class TrainingFailed(RuntimeError):
-    """Training stopped for good; the message holds the worker's error."""
+    """Training stopped for good; the message holds the worker's error, and so does `__cause__` where it is known."""
+
+
+class TrainingStopped(RuntimeError):
+    """The workers stopped because they were asked to; the training can be resumed."""
 
 
 def run_group(
@@ -21,41 +43,155 @@ def run_group(
     max_failures: int = 3,
     storage_path: str,
     name: str = "group",
+    not_retried: tuple[type[BaseException], ...] = LASTING_ERRORS,
 ) -> None:
     """Run `train_fn(config)` on `num_workers` ranks with a torch process group (nccl on GPUs, gloo elsewhere).
 
-    `train_fn` finds its own last checkpoint when it starts: after a worker is lost the whole group starts again, at
-    most `max_failures` times.
+    Args:
+        train_fn, config: picklable. They are unpacked in the workers only: Ray's controller imports none of them.
+        max_failures: how often the whole group is started again after a worker was lost.
+        storage_path: folder, or `s3://` and the like, for the small records that Ray Train keeps.
+        not_retried: errors of `train_fn` that end the training at once.
 
     Raises:
-        TrainingFailed: a worker raised, or was lost more often than that.
+        TrainingFailed: `train_fn` raised one of `not_retried`, or workers were lost more than `max_failures` times.
+        TrainingStopped: SIGTERM arrived and the workers returned.
+        ValueError: the cluster has fewer CPUs or GPUs than the group wants.
     """
+    from ray import cloudpickle
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    resources: dict[str, float] = {"CPU": cpus_per_worker}
-    if use_gpu:
-        resources["GPU"] = 1
+    _require_room(num_workers, cpus_per_worker, use_gpu)
+    resources: dict[str, float] = {"CPU": cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
+    group = uuid.uuid4().hex
     trainer = TorchTrainer(
-        train_fn,
-        train_loop_config=dict(config),
+        _enter,
+        train_loop_config={"group": group, "work": cloudpickle.dumps((train_fn, dict(config), not_retried))},
         torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
         scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=use_gpu, resources_per_worker=resources),
         run_config=RunConfig(
             name=name,
-            storage_path=os.path.abspath(storage_path),
+            storage_path=storage_path if "://" in storage_path else os.path.abspath(storage_path),
             failure_config=FailureConfig(max_failures=max_failures),
         ),
     )
-    try:
-        result = trainer.fit()
-    except Exception as error:  # Ray wraps the worker's error in classes of its own, which differ between releases
+    if is_embedded():
+        _leave_out_cleaner(trainer)
+    with _asking_to_stop(group) as asked:
+        try:
+            result = trainer.fit()
+            error = getattr(result, "error", None)
+        except Exception as raised:  # Ray wraps it in classes that differ between releases
+            error = raised
+    if lasting := _get(group, "error"):
+        text, cause = cloudpickle.loads(lasting)
+        raise TrainingFailed(text) from cause
+    if error is not None:
         raise TrainingFailed(_cause(error)) from error
-    if getattr(result, "error", None) is not None:
-        raise TrainingFailed(_cause(result.error)) from result.error
+    if asked.is_set():
+        raise TrainingStopped(
+            "training was asked to stop (SIGTERM) and has written a checkpoint; run it again to go on"
+        )
 
 
-def _cause(error: BaseException | None) -> str:
+def stop_wanted() -> bool:
+    """Whether this rank has heard that training is to stop. Ranks may hear it at different steps: agree before acting."""
+    return _current is not None and _get(_current, "stop") is not None
+
+
+def _enter(loop: dict[str, Any]) -> None:
+    """What Ray Train runs on each rank."""
+    from ray import cloudpickle
+
+    global _current
+    group = loop["group"]
+    if _get(group, "error") is not None:
+        return  # the group was started again after an error that would only come again
+    train_fn, config, not_retried = cloudpickle.loads(loop["work"])
+    _current = group
+    try:
+        train_fn(config)
+    except not_retried as error:
+        text = "".join(traceback.format_exception(error))
+        _put(group, "error", _pickled(text, error))
+        raise
+
+
+def _pickled(text: str, error: BaseException) -> bytes:
+    from ray import cloudpickle
+
+    error = error.with_traceback(None)
+    try:
+        packed = cloudpickle.dumps((text, error))
+        cloudpickle.loads(packed)
+    except Exception:  # an exception class may refuse to be pickled or made again; its text is enough then
+        return cloudpickle.dumps((text, None))
+    return packed
+
+
+@contextlib.contextmanager
+def _asking_to_stop(group: str) -> Iterator[threading.Event]:
+    """Pass the first SIGTERM on to the workers; the next one ends this process."""
+    asked = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            raise SystemExit(128 + number)
+        asked.set()
+        _put(group, "stop", b"1")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _put(group: str, key: str, value: bytes) -> None:
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    _internal_kv_put(f"{_KEY}:{group}:{key}", value, overwrite=True)
+
+
+def _get(group: str, key: str) -> bytes | None:
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    return _internal_kv_get(f"{_KEY}:{group}:{key}")
+
+
+def _leave_out_cleaner(trainer: Any) -> None:
+    """An embedded cluster ends with this process, placement groups and all: the actor that waits to remove them, and
+    asks a dashboard that is not there whether it should, is not started."""
+    from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+
+    usual = trainer._create_default_callbacks
+
+    def wanted() -> list[Any]:
+        return [callback for callback in usual() if not isinstance(callback, PlacementGroupCleanerCallback)]
+
+    trainer._create_default_callbacks = wanted
+
+
+def _require_room(num_workers: int, cpus: float, use_gpu: bool) -> None:
+    """Without room Ray Train would wait for ever."""
+    import ray
+
+    have = ray.cluster_resources()
+    wanted = {"CPU": num_workers * cpus, "GPU": num_workers if use_gpu else 0}
+    short = {key: value for key, value in wanted.items() if value > have.get(key, 0)}
+    if short:
+        text = ", ".join(f"{value:g} {key}s of {have.get(key, 0):g}" for key, value in short.items())
+        raise ValueError(
+            f"{num_workers} training workers want {text} in the Ray cluster; lower the number of ranks or of "
+            "CPUs per worker, give an embedded cluster more logical CPUs, or add nodes"
+        )
+
+
+def _cause(error: BaseException) -> str:
     """The worker's own message out of Ray's wrapping."""
     failures = getattr(error, "worker_failures", None)
     if failures:

@@ -77,7 +77,7 @@ def test_workers_killed_from_outside(tmp_path: Path):
 
 
 def test_a_unit_that_kills_every_worker_is_named():
-    with pytest.raises(UnitFailed, match=r"work unit number 2 failed after 2 attempts.*the worker died") as failure:
+    with pytest.raises(UnitFailed, match=r"(?s)work unit number 2 failed after 2 attempts.*the worker died") as failure:
         collect(AlwaysDies, range(6), max_retries=1, unit_name=lambda unit: f"number {unit}")
     assert (failure.value.unit, failure.value.attempts) == ("number 2", 2)
 

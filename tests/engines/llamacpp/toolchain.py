@@ -52,18 +52,18 @@ class LlamaCpp:
     def version(self) -> str:
         return f"{PACKAGE}=={VERSION}"
 
-    def convert_target(self, folder: Path) -> Path:
-        """The target's Hugging Face folder as float32 GGUF; converted once for each content of the folder."""
-        return self._convert(folder, ())
+    def convert_target(self, folder: Path, *, keep: Path | None = None) -> Path:
+        """The target's Hugging Face folder as float32 GGUF; converted once for each content, in `models` or `keep`."""
+        return self._convert(folder, (), keep or self.models)
 
-    def convert_drafter(self, folder: Path, target: Path) -> Path:
+    def convert_drafter(self, folder: Path, target: Path, *, keep: Path | None = None) -> Path:
         """A native DSpark checkpoint as float32 GGUF. The target's folder lends the tokenizer."""
-        return self._convert(folder, ("--target-model-dir", str(target)))
+        return self._convert(folder, ("--target-model-dir", str(target)), keep or self.models)
 
-    def _convert(self, folder: Path, options: Sequence[str]) -> Path:
-        out = self.models / f"{folder_digest(folder)[:24]}.gguf"
+    def _convert(self, folder: Path, options: Sequence[str], keep: Path) -> Path:
+        out = keep / f"{folder_digest(folder)[:24]}.gguf"
         if not out.exists():
-            self.models.mkdir(parents=True, exist_ok=True)
+            keep.mkdir(parents=True, exist_ok=True)
             partial = out.with_suffix(".partial.gguf")
             script = self.source / "convert_hf_to_gguf.py"
             command = [sys.executable, script, folder, "--outtype", "f32", "--outfile", partial, *options]
@@ -101,7 +101,12 @@ def prepare(cache: Path) -> LlamaCpp:
     ninja = Path(sys.executable).with_name("ninja")
     build = ["-S", tools.source, "-B", root / "build", "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", *CMAKE_OPTIONS]
     _run([cmake, *build], log=root / "configure.log", step="configure llama.cpp")
-    _run([ninja, "-C", root / "build", "llama-server"], log=root / "build.log", step="build llama-server")
+    # Minutes on every core: leave the machine usable meanwhile.
+    _run(
+        ["nice", "-n", "15", ninja, "-C", root / "build", "llama-server"],
+        log=root / "build.log",
+        step="build llama.cpp",
+    )
     stamp.write_text(json.dumps(recipe, indent=1))
     return tools
 
@@ -144,12 +149,12 @@ def _unpack(archive: Path, source: Path) -> None:
 
 
 def _run(command: Sequence[object], *, log: Path, step: str, pythonpath: Path | None = None) -> None:
-    """Run one step with low priority and its output in `log`; EngineError names the step and quotes the log's end."""
+    """Run one step with its output in `log`; EngineError names the step and quotes the log's end."""
     environment: Mapping[str, str] = {**os.environ, **({"PYTHONPATH": str(pythonpath)} if pythonpath else {})}
     words = [str(word) for word in command]
     print(f"{step}: {log}", flush=True)
     with log.open("w") as file:
-        result = subprocess.run(["nice", "-n", "15", *words], stdout=file, stderr=subprocess.STDOUT, env=environment)
+        result = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT, env=environment)
     if result.returncode:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
         raise EngineError(f"{step} failed with exit code {result.returncode}; full log: {log}\n{tail}")
