@@ -10,7 +10,9 @@ What Ray would otherwise leave or open, and what happens here:
 * It starts an autoscaler, a dashboard server, a metrics agent and a log monitor, which on two cores is half of its
   start-up time. An embedded session needs none of them.
 * It keeps session folders under `/tmp/ray` for ever. The session's folder goes with it, and the folders of sessions
-  that were killed go when the next one starts. Ray's logs of a session that failed are kept in `directory`.
+  that were killed go when the next one starts, with whatever process of theirs is still alive: a worker that has not
+  noticed yet must not write beside its successor. Ray's logs of a session that failed are kept in `directory`.
+* Its agents outlive a killed session by the minute for which they look for its head. Here they look for five seconds.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +56,7 @@ QUIET_ENVIRONMENT = {
 }
 
 # On one machine nobody announces that a node will be taken away.
-EMBEDDED_ENVIRONMENT = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
+EMBEDDED_ENVIRONMENT = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
 
 _embedded = False
 
@@ -243,11 +247,37 @@ def _keep_logs(temporary: Path, directory: str | os.PathLike[str] | None) -> Non
 
 
 def _sweep() -> None:
-    """Remove the folders of sessions whose process is gone: nobody holds their lock."""
+    """End and remove what is left of sessions whose process is gone: nobody holds their lock."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
             with open(folder / "lock") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _end_orphans(folder)
                 shutil.rmtree(folder, ignore_errors=True)
         except OSError:
             continue
+
+
+def _end_orphans(folder: Path, patience: float = 30.0) -> None:
+    """End the processes of a dead session, and wait until they are gone.
+
+    They are those of this user that were started with the session's own token. Without /proc nothing is done.
+    """
+    mark = f"RAY_AUTH_TOKEN_PATH={folder / 'token'}".encode()
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        orphans = [process for process in Path("/proc").glob("[0-9]*") if mark in _variables(process)]
+        if not orphans:
+            return
+        for process in orphans:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process.name), signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _variables(process: Path) -> list[bytes]:
+    """The environment that a process was started with; empty for one that is gone, dead, or another user's."""
+    try:
+        return (process / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return []

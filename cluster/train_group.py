@@ -76,8 +76,7 @@ def run_group(
             failure_config=FailureConfig(max_failures=max_failures),
         ),
     )
-    if is_embedded():
-        _leave_out_cleaner(trainer)
+    _leave_out_helpers(trainer)
     with _asking_to_stop(group) as asked:
         try:
             result = trainer.fit()
@@ -163,17 +162,19 @@ def _get(group: str, key: str) -> bytes | None:
     return _internal_kv_get(f"{_KEY}:{group}:{key}")
 
 
-def _leave_out_cleaner(trainer: Any) -> None:
-    """An embedded cluster ends with this process, placement groups and all: the actor that waits to remove them, and
-    asks a dashboard that is not there whether it should, is not started."""
+def _leave_out_helpers(trainer: Any) -> None:
+    """Start no helper actors that have nothing to do here; each takes seconds of a small machine.
+
+    No Ray Data set is handed over, so none has to be served. And an embedded cluster ends with this process, placement
+    groups and all: nobody needs to wait for the controller's death to remove them (Ray's helper would, besides, ask a
+    dashboard that is not there).
+    """
+    from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
     from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
+    idle = (DatasetsCallback, PlacementGroupCleanerCallback) if is_embedded() else (DatasetsCallback,)
     usual = trainer._create_default_callbacks
-
-    def wanted() -> list[Any]:
-        return [callback for callback in usual() if not isinstance(callback, PlacementGroupCleanerCallback)]
-
-    trainer._create_default_callbacks = wanted
+    trainer._create_default_callbacks = lambda: [callback for callback in usual() if not isinstance(callback, idle)]
 
 
 def _require_room(num_workers: int, cpus: float, use_gpu: bool) -> None:

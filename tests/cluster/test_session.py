@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.session import ray_session
+from cluster.session import _sweep, private_token, ray_session
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -78,7 +80,7 @@ def test_two_at_once_and_the_remains_of_a_killed_one():
     script = textwrap.dedent(
         """
         import sys
-        from cluster.session import ray_session
+        from cluster.session import _sweep, private_token, ray_session
         with ray_session(num_cpus=1) as session:
             import ray
             assert ray.get(ray.remote(lambda: 7).remote()) == 7
@@ -107,3 +109,24 @@ def test_two_at_once_and_the_remains_of_a_killed_one():
     holders[1].communicate("\n")
     assert holders[1].returncode == 0
     assert not Path(folders[1]).exists()
+
+
+def test_what_lives_on_of_a_killed_session_is_ended_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A worker that does not notice its session's end (here: a sleeping process) would write beside its successor."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead, alive = tmp_path / "dspark-ray-dead", tmp_path / "dspark-ray-alive"
+    sleepers = {}
+    for folder in (dead, alive):
+        folder.mkdir()
+        (folder / "lock").touch()
+        environment = {**os.environ, **private_token(folder)}
+        sleepers[folder] = subprocess.Popen(["sleep", "60"], env=environment)
+    with open(alive / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _sweep()
+    assert sleepers[dead].wait(timeout=10) == -signal.SIGKILL
+    assert not dead.exists()
+    assert sleepers[alive].poll() is None
+    assert alive.exists()
+    sleepers[alive].kill()
+    sleepers[alive].wait()
