@@ -42,7 +42,6 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `checkpoints/`."""
-    from cluster.train_group import run_group
     from pipelines.training.loop import FINAL, LOG, TrainingTask, drafter_config, read_log, train_rank
     from storage.checkpoints import complete_checkpoints
     from storage.target_cache import TargetCache
@@ -64,7 +63,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
         reporter.task(f"training on {len(cache)} conversations", total, "steps", start) as shown,
         _following(output / LOG, shown, run.tracker, start),
     ):
-        run_group(
+        _run(
             train_rank,
             {"task": task},
             num_workers=settings.train.ranks,
@@ -76,6 +75,16 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     log = read_log(output / LOG)
     keep = ("loss", "tau_probabilistic", "acceptance@0", "skipped_steps")
     return {"steps": total, "drafter": f"checkpoints/{FINAL}", **{key: log[-1].get(key) for key in keep}}
+
+
+def _run(*arguments: Any, **options: Any) -> None:
+    """`run_group`, with a request to stop as the end of the process that asked for it."""
+    from cluster.train_group import TrainingStopped, run_group
+
+    try:
+        run_group(*arguments, **options)
+    except TrainingStopped as stopped:
+        raise SystemExit(f"{stopped}; the same command goes on from the checkpoint") from stopped
 
 
 def count_steps(settings: Settings, samples: int) -> int:

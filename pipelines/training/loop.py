@@ -23,6 +23,7 @@ from torch import Tensor, distributed, nn
 
 from cluster.engine import StepResult, TrainEngine, build_engine
 from cluster.engine_settings import DeepSpeedSettings
+from cluster.train_group import stop_wanted
 from dspark.bigrams import bigram_counts
 from dspark.config import DrafterConfig
 from dspark.contract import Contract
@@ -113,7 +114,8 @@ def train_rank(config: dict[str, Any]) -> None:
         log_normalizers=module.teacher_normalizers(),
     )
     log = TrainingLog(output / LOG, module.config, first) if engine.rank == 0 else None
-    _steps(task, engine, first, loader, log)
+    if not _steps(task, engine, first, loader, log):
+        return
     weights = engine.weights()
     if engine.rank == 0:
         folder = output / FINAL
@@ -126,7 +128,8 @@ def train_rank(config: dict[str, Any]) -> None:
     distributed.barrier()
 
 
-def _steps(task: TrainingTask, engine: TrainEngine, first: int, loader: Loader, log: TrainingLog | None) -> None:
+def _steps(task: TrainingTask, engine: TrainEngine, first: int, loader: Loader, log: TrainingLog | None) -> bool:
+    """Every step that is left; False when it was asked to stop before the last, with a checkpoint written."""
     train = task.settings.train
     sums: dict[str, float] = {}
     bad = skipped = tokens = 0
@@ -161,9 +164,13 @@ def _steps(task: TrainingTask, engine: TrainEngine, first: int, loader: Loader, 
             if log is not None:
                 log.write(step, totals, result, skipped, seconds=seconds, waited=waited, steps=done - since)
             sums, tokens, since, waited, clock = {}, 0, done, 0.0, time.perf_counter()
-        if done % train.checkpoint_every == 0 or final:
+        stopping = _any_rank(stop_wanted()) and not final
+        if done % train.checkpoint_every == 0 or final or stopping:
             _save(engine, task, done)
+        if stopping:
+            return False
         asked = time.perf_counter()
+    return True
 
 
 class TrainingLog:
@@ -309,6 +316,16 @@ def _over_ranks(sums: dict[str, float]) -> dict[str, float]:
     distributed.all_gather_object(parts, sums)
     keys = {key for part in parts for key in part}
     return {key: math.fsum(part.get(key, 0.0) for part in parts) for key in keys}
+
+
+def _any_rank(flag: bool) -> bool:
+    """Whether any rank says so: all of them agree on the step at which they stop."""
+    ranks = distributed.get_world_size()
+    if ranks == 1:
+        return flag
+    flags = [False] * ranks
+    distributed.all_gather_object(flags, flag)
+    return any(flags)
 
 
 def _save(engine: TrainEngine, task: TrainingTask, step: int) -> None:
