@@ -12,7 +12,7 @@ What Ray would otherwise leave or open, and what happens here:
 * It keeps session folders under `/tmp/ray` for ever. The session's folder goes with it, and the folders of sessions
   that were killed go when the next one starts, with whatever process of theirs is still alive: a worker that has not
   noticed yet must not write beside its successor. Ray's logs of a session that failed are kept in `directory`.
-* Its agents outlive a killed session by the minute for which they look for its head. Here they look for five seconds.
+* Its agents outlive a killed session by the minute for which they look for its head. Here they look for twenty seconds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ QUIET_ENVIRONMENT = {
 }
 
 # On one machine nobody announces that a node will be taken away.
-EMBEDDED_ENVIRONMENT = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
+EMBEDDED_ENVIRONMENT = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "20"}
 
 _embedded = False
 
@@ -261,23 +261,29 @@ def _sweep() -> None:
 def _end_orphans(folder: Path, patience: float = 30.0) -> None:
     """End the processes of a dead session, and wait until they are gone.
 
-    They are those of this user that were started with the session's own token. Without /proc nothing is done.
+    They are those that hold one of its logs open for writing: neither their parents nor their environments, which
+    Ray's process titles write over, tell whose they are. Without /proc nothing is done.
     """
-    mark = f"RAY_AUTH_TOKEN_PATH={folder / 'token'}".encode()
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
-        orphans = [process for process in Path("/proc").glob("[0-9]*") if mark in _variables(process)]
+        orphans = [int(process.name) for process in Path("/proc").glob("[0-9]*") if _writes_below(process, folder)]
         if not orphans:
             return
-        for process in orphans:
+        for orphan in orphans:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(process.name), signal.SIGKILL)
+                os.kill(orphan, signal.SIGKILL)
         time.sleep(0.05)
 
 
-def _variables(process: Path) -> list[bytes]:
-    """The environment that a process was started with; empty for one that is gone, dead, or another user's."""
+def _writes_below(process: Path, folder: Path) -> bool:
+    """Whether a process has a log of the session open for writing; False for one that is gone or another user's."""
+    prefix = f"{os.path.realpath(folder)}/session_"
     try:
-        return (process / "environ").read_bytes().split(b"\0")
+        links = list((process / "fd").iterdir())
     except OSError:
-        return []
+        return False
+    for link in links:
+        with contextlib.suppress(OSError):
+            if os.readlink(link).startswith(prefix) and link.lstat().st_mode & 0o200:
+                return True
+    return False

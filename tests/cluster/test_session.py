@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.session import _sweep, private_token, ray_session
+from cluster.session import _sweep, ray_session
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -80,7 +80,7 @@ def test_two_at_once_and_the_remains_of_a_killed_one():
     script = textwrap.dedent(
         """
         import sys
-        from cluster.session import _sweep, private_token, ray_session
+        from cluster.session import _sweep, ray_session
         with ray_session(num_cpus=1) as session:
             import ray
             assert ray.get(ray.remote(lambda: 7).remote()) == 7
@@ -119,14 +119,18 @@ def test_what_lives_on_of_a_killed_session_is_ended_and_nothing_else(tmp_path: P
     for folder in (dead, alive):
         folder.mkdir()
         (folder / "lock").touch()
-        environment = {**os.environ, **private_token(folder)}
-        sleepers[folder] = subprocess.Popen(["sleep", "60"], env=environment)
+        logs = folder / "session_1" / "logs"
+        logs.mkdir(parents=True)
+        with open(logs / "worker.out", "w") as log:
+            sleepers[folder] = subprocess.Popen(["sleep", "60"], stdout=log)
+    reader = subprocess.Popen(["tail", "-f", dead / "session_1" / "logs" / "worker.out"])
     with open(alive / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _sweep()
     assert sleepers[dead].wait(timeout=10) == -signal.SIGKILL
     assert not dead.exists()
-    assert sleepers[alive].poll() is None
     assert alive.exists()
-    sleepers[alive].kill()
-    sleepers[alive].wait()
+    for spared in (sleepers[alive], reader):
+        assert spared.poll() is None
+        spared.kill()
+        spared.wait()
