@@ -95,7 +95,7 @@ def run_group(
 
 
 def stop_wanted() -> bool:
-    """Whether this rank has heard that training is to stop. Ranks may hear it at different steps: agree before acting."""
+    """Whether this rank has heard that training is to stop. Ranks hear it at different steps: agree before acting."""
     return _current is not None and _get(_current, "stop") is not None
 
 
