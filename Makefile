@@ -38,3 +38,5 @@ unit:
 	$(BIN)/pytest
 
 include tests/engines/engines.mk
+
+include tests/pipelines/kill_sweep.mk
