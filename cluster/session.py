@@ -10,9 +10,9 @@ What Ray would otherwise leave or open, and what happens here:
 * It starts an autoscaler, a dashboard server, a metrics agent and a log monitor, which on two cores is half of its
   start-up time. An embedded session needs none of them.
 * It keeps session folders under `/tmp/ray` for ever. The session's folder goes with it, and the folders of sessions
-  that were killed go when the next one starts, with whatever process of theirs is still alive: a worker that has not
-  noticed yet must not write beside its successor. Ray's logs of a session that failed are kept in `directory`.
-* Its agents outlive a killed session by the minute for which they look for its head. Here they look for twenty seconds.
+  that were killed go when the next one starts, with whatever process of theirs is still alive: Ray's agents try for
+  a minute to report to a head that is gone, and a worker that has not noticed yet must not write beside its successor.
+  Ray's logs of a session that failed are kept in `directory`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ QUIET_ENVIRONMENT = {
 }
 
 # On one machine nobody announces that a node will be taken away.
-EMBEDDED_ENVIRONMENT = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "20"}
+EMBEDDED_ENVIRONMENT = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
 
 _embedded = False
 
