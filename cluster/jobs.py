@@ -1,13 +1,15 @@
-"""Ray jobs: send a command to a running cluster, ask after it, read its log, stop it.
+"""Runs as Ray jobs: submit, watch, read, stop, through the Ray Jobs API; and a private head to try it on.
 
-The address is the cluster's job endpoint, `http://HOST:8265`, which `ray start --head` opens on loopback. Where the
-cluster asks for a token, it comes from `RAY_AUTH_TOKEN` or the file in `RAY_AUTH_TOKEN_PATH`, as Ray itself reads it.
+A head asks for its token (`RAY_AUTH_TOKEN` or `RAY_AUTH_TOKEN_PATH`) where it was started with one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -18,16 +20,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.session import LOOPBACK, QUIET_ENVIRONMENT, private_token
+from cluster.session import (
+    LOOPBACK,
+    LOOPBACK_ENVIRONMENT,
+    QUIET_ENVIRONMENT,
+    environment,
+    private_token,
+    reload_settings,
+)
 
-POLL_SECONDS = 1.0
 FINISHED = ("SUCCEEDED", "FAILED", "STOPPED")
-# Neither is needed to run a job, and both may be large.
-NOT_SENT = [".git", ".venv", ".engines", "runs", "models", "wandb", "**/__pycache__"]
+# What a checkout holds beside its sources, and what a job does not need.
+NOT_SENT = (".git", ".venv", ".engines", "runs", "models", "wandb", "**/__pycache__", "*.egg-info")
 
 
 class JobError(ValueError):
-    """The cluster cannot be reached, or knows no such job."""
+    """The head did not answer, or knows no such job."""
 
 
 def submit(
@@ -36,40 +44,158 @@ def submit(
     address: str,
     working_dir: str | os.PathLike[str] | None = None,
     env_vars: Mapping[str, str] | None = None,
+    job: str | None = None,
+    not_sent: tuple[str, ...] = NOT_SENT,
 ) -> str:
-    """Start `command` on the cluster, in a copy of `working_dir`; returns the job's id."""
-    environment: dict[str, Any] = {"env_vars": dict(env_vars or {})}
+    """Start `command` on the cluster whose dashboard answers at `address` (http://host:8265); returns the job's id.
+
+    Args:
+        working_dir: folder sent along, in which the command runs; `not_sent` are patterns left out of it.
+        env_vars: set for the command.
+        job: an id of the caller's own; must be new.
+
+    Raises:
+        JobError: nothing answers at `address`, or the id is taken.
+    """
+    runtime: dict[str, Any] = {"env_vars": {**QUIET_ENVIRONMENT, **(env_vars or {})}}
     if working_dir is not None:
-        environment |= {"working_dir": os.fspath(working_dir), "excludes": NOT_SENT}
-    with _errors(address):
-        return str(_client(address).submit_job(entrypoint=command, runtime_env=environment))
+        runtime |= {"working_dir": str(working_dir), "excludes": list(not_sent)}
+    with _told(address, job):
+        client = _client(address)
+        return client.submit_job(entrypoint=command, submission_id=job, runtime_env=runtime)
 
 
 def status(job: str, *, address: str) -> str:
     """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED."""
-    with _errors(address, job):
-        return str(_client(address).get_job_status(job).value)
+    with _told(address, job):
+        return _client(address).get_job_status(job).value
 
 
-def logs(job: str, *, address: str, follow: bool = False) -> Iterator[str]:
-    """Pieces of the job's output; with `follow` until it has ended."""
-    with _errors(address, job):
-        client, shown = _client(address), 0
-        while True:
+def message(job: str, *, address: str) -> str:
+    """What Ray says about the job's state, for a failed one the reason."""
+    with _told(address, job):
+        return _client(address).get_job_info(job).message or ""
+
+
+def logs(job: str, *, address: str, follow: bool = False, poll_seconds: float = 1.0) -> Iterator[str]:
+    """What the job has printed so far; with `follow`, what it goes on to print until it ends."""
+    shown = 0
+    while True:
+        with _told(address, job):
+            client = _client(address)
             ended = client.get_job_status(job).value in FINISHED
             text = client.get_job_logs(job)
-            if len(text) > shown:
-                yield text[shown:]
-                shown = len(text)
-            if ended or not follow:
-                return
-            time.sleep(POLL_SECONDS)
+        if len(text) > shown:
+            yield text[shown:]
+            shown = len(text)
+        if ended or not follow:
+            return
+        time.sleep(poll_seconds)
 
 
 def stop(job: str, *, address: str) -> bool:
-    """Ask the job to end (SIGTERM, then SIGKILL); False when it had ended already."""
-    with _errors(address, job):
+    """Ask the job to stop (SIGTERM, and SIGKILL after Ray's grace period); False if it had ended already."""
+    with _told(address, job):
         return bool(_client(address).stop_job(job))
+
+
+def wait(job: str, *, address: str, timeout: float, poll_seconds: float = 0.5) -> str:
+    """The job's last status, once it has ended.
+
+    Raises:
+        TimeoutError: it still runs after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while (state := status(job, address=address)) not in FINISHED:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"job {job} is still {state} after {timeout:g} s")
+        time.sleep(poll_seconds)
+    return state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """A running head: where jobs are sent, where drivers connect, the variables with its token, and its process."""
+
+    jobs_address: str
+    address: str
+    environment: dict[str, str]
+    pid: int
+    directory: Path
+
+
+@contextlib.contextmanager
+def start_head(*, num_cpus: int = 2, object_store_bytes: int = 200 * 1024**2, timeout: float = 120.0) -> Iterator[Head]:
+    """A head of this process's own on loopback, with free ports, a fresh token and a folder that goes with it.
+
+    The token's variables are set in this process for the body. It is `ray start --head --block` in a process group of
+    its own, ended by its id: `ray stop` would end every Ray on the machine.
+
+    Raises:
+        TimeoutError: it did not answer in `timeout` seconds; the message ends with what it printed.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="dspark-head-"))
+    gcs, dashboard, agent, client = _free_ports(4)
+    variables = {**QUIET_ENVIRONMENT, **LOOPBACK_ENVIRONMENT, **private_token(directory)}
+    command = [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
+        *(f"--node-ip-address={LOOPBACK}", f"--port={gcs}", f"--temp-dir={directory}"),
+        *("--include-dashboard=true", f"--dashboard-host={LOOPBACK}", f"--dashboard-port={dashboard}"),
+        *(f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}"),
+        *(f"--num-cpus={num_cpus}", f"--object-store-memory={object_store_bytes}"),
+    ]
+    output = directory / "head.log"
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        stack.callback(reload_settings)
+        stack.enter_context(environment(variables))
+        reload_settings()
+        with open(output, "w") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        stack.callback(_end, process)
+        jobs_address = f"http://{LOOPBACK}:{dashboard}"
+        _await_head(process, jobs_address, output, timeout)
+        yield Head(
+            jobs_address=jobs_address,
+            address=f"{LOOPBACK}:{gcs}",
+            environment=variables,
+            pid=process.pid,
+            directory=directory,
+        )
+
+
+def _await_head(process: subprocess.Popen[bytes], address: str, output: Path, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            _client(address).list_jobs()
+            return
+        except Exception as error:  # not up yet: the client raises whatever its HTTP layer raises
+            if process.poll() is not None or time.monotonic() > deadline:
+                said = output.read_text()[-2000:]
+                raise TimeoutError(f"no Ray head came up at {address} ({error}); it said:\n{said}") from error
+        time.sleep(0.3)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the head, which Ray's processes do not outlive, and whatever is left of its process group."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(5.0)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that are free now, from a range outside the one that the system hands out next."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = 20000 + secrets.randbelow(10000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            ports.append(port)
+    return ports
 
 
 def _client(address: str) -> Any:
@@ -79,86 +205,17 @@ def _client(address: str) -> Any:
 
 
 @contextlib.contextmanager
-def _errors(address: str, job: str | None = None) -> Iterator[None]:
+def _told(address: str, job: str | None) -> Iterator[None]:
+    """Ray's errors in words for the person who gave the address or the id."""
     try:
         yield
-    except (ConnectionError, RuntimeError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if job is not None and "does not exist" in str(error):
-            raise JobError(
-                f"the cluster at {address} knows no job {job!r}; the id is what `dspark submit` printed"
-            ) from error
+    except ConnectionError as error:
         raise JobError(
-            f"the Ray cluster at {address} did not take the request ({reason}); the address is the job endpoint of "
-            "`ray start --head` (http://127.0.0.1:8265), and RAY_AUTH_TOKEN_PATH names its token file where it has one"
+            f"no Ray head answers at {address} ({error}); give the dashboard's address, such as http://host:8265, and "
+            "its token in RAY_AUTH_TOKEN_PATH if it has one"
         ) from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class Head:
-    """A Ray head of our own. `environment` is what a client needs to be let in."""
-
-    address: str
-    environment: dict[str, str]
-    pid: int
-
-
-@contextlib.contextmanager
-def local_head(*, num_cpus: int = 2) -> Iterator[Head]:
-    """A private Ray head on loopback, with its own ports, folder and token; ended by its pid, never by `ray stop`."""
-    with tempfile.TemporaryDirectory(prefix="dspark-head-") as folder:
-        ports = _free_ports(2)
-        environment = {**QUIET_ENVIRONMENT, **private_token(Path(folder))}
-        command = [
-            str(Path(sys.executable).with_name("ray")),
-            "start",
-            "--head",
-            "--block",
-            "--disable-usage-stats",
-            f"--node-ip-address={LOOPBACK}",
-            f"--port={ports[0]}",
-            f"--dashboard-host={LOOPBACK}",
-            f"--dashboard-port={ports[1]}",
-            f"--num-cpus={num_cpus}",
-            f"--object-store-memory={200 * 1024**2}",
-            f"--temp-dir={folder}/ray",
-        ]
-        with open(Path(folder) / "head.log", "wb") as log:
-            process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log)
-        address = f"http://{LOOPBACK}:{ports[1]}"
-        try:
-            _wait_for(address, environment, process, Path(folder) / "head.log")
-            yield Head(address=address, environment=environment, pid=process.pid)
-        finally:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-
-
-def _wait_for(address: str, environment: Mapping[str, str], process: Any, log: Path, seconds: float = 120) -> None:
-    import urllib.error
-    import urllib.request
-
-    token = Path(environment["RAY_AUTH_TOKEN_PATH"]).read_text()
-    request = urllib.request.Request(f"{address}/api/version", headers={"Authorization": f"Bearer {token}"})
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            break
-        try:
-            with urllib.request.urlopen(request, timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    raise JobError(f"the Ray head did not come up within {seconds:g} s:\n{log.read_text(errors='replace')[-2000:]}")
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind((LOOPBACK, 0))
-        return [one.getsockname()[1] for one in sockets]
+    except RuntimeError as error:
+        text = str(error)
+        if "does not exist" in text or "404" in text:
+            raise JobError(f"the head at {address} knows no job {job!r}; the id is what submitting printed") from error
+        raise JobError(f"the Ray head at {address} refused: {text}") from error

@@ -55,8 +55,13 @@ QUIET_ENVIRONMENT = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
 }
 
+# Ray moves 127.0.0.1 to the outward address except on macOS and Windows, for which it has this switch.
+LOOPBACK_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 # On one machine nobody announces that a node will be taken away.
-EMBEDDED_ENVIRONMENT = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
+EMBEDDED_ENVIRONMENT = {
+    **LOOPBACK_ENVIRONMENT,
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+}
 
 _embedded = False
 
@@ -113,8 +118,8 @@ def ray_session(
     if address is None and inside_ray_job():
         address = "auto"
     if address is not None:
-        with _environment(QUIET_ENVIRONMENT):
-            _reload_authentication()
+        with environment(QUIET_ENVIRONMENT):
+            reload_settings()
             _require_listener(address)
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=worker_logs)
             try:
@@ -130,8 +135,8 @@ def ray_session(
     os.rename(temporary / "lock.new", temporary / "lock")
     try:
         variables = {**QUIET_ENVIRONMENT, **EMBEDDED_ENVIRONMENT, **private_token(temporary)}
-        with _environment(variables), lean_node(log_monitor=worker_logs):
-            _reload_authentication()
+        with environment(variables), lean_node(log_monitor=worker_logs):
+            reload_settings()
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
@@ -153,7 +158,7 @@ def ray_session(
             finally:
                 _embedded = False
                 ray.shutdown()
-        _reload_authentication()
+        reload_settings()
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         lock.close()
@@ -170,19 +175,16 @@ def private_token(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def lean_node(*, log_monitor: bool) -> Iterator[None]:
-    """Let `ray.init` start a node on loopback without the helper processes that an embedded cluster does not use.
+    """Let `ray.init` start a node without the helper processes that an embedded cluster does not use.
 
-    Ray has no option for any of these: it moves 127.0.0.1 to the outward address except on macOS and Windows
-    (`ENABLE_RAY_CLUSTER` is its own switch for that), and slims its agent only when the dashboard's packages are
-    missing.
+    Ray has no option for any of these; it slims its agent only when the dashboard's packages are missing.
     """
-    from ray._private import node, ray_constants, utils
+    from ray._private import node, utils
 
     def skip(*_: Any, **__: Any) -> None:
         return None
 
     with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False))
         patches.enter_context(mock.patch.object(node.Node, "start_monitor", skip))
         patches.enter_context(mock.patch.object(node.Node, "start_api_server", skip))
         if not log_monitor:
@@ -193,7 +195,7 @@ def lean_node(*, log_monitor: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
+def environment(values: dict[str, str]) -> Iterator[None]:
     """Set variables for the body; what was there before comes back."""
     with mock.patch.dict(os.environ):
         if "RAY_AUTH_TOKEN_PATH" in values:
@@ -202,9 +204,14 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
         yield
 
 
-def _reload_authentication() -> None:
-    """Make Ray, which reads them once, read the authentication variables again."""
+def reload_settings() -> None:
+    """Make Ray, which reads them once, read the variables of authentication and of loopback again."""
     from ray import _raylet
+    from ray._private import ray_constants
+
+    ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(
+        ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, not ray_constants.IS_WINDOWS_OR_OSX
+    )
 
     core: Any = _raylet  # compiled; its stubs leave these out
     core.Config.initialize("")

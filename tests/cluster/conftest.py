@@ -1,12 +1,31 @@
 """One embedded Ray session for the tests of a module that want one: starting it is most of their time."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cluster.session import RaySession, ray_session
+
+
+@pytest.fixture(scope="session")
+def listening_on() -> Callable[[int], set[str]]:
+    """The addresses on which a process and everything below it listen."""
+
+    def addresses(pid: int) -> set[str]:
+        top = psutil.Process(pid)
+        found = set()
+        for process in [top, *top.children(recursive=True)]:
+            try:
+                sockets = process.net_connections("tcp")
+            except psutil.NoSuchProcess:
+                continue
+            found |= {s.laddr.ip.removeprefix("::ffff:") for s in sockets if s.status == psutil.CONN_LISTEN}
+        return found
+
+    return addresses
 
 
 @pytest.fixture(scope="module")

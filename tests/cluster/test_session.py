@@ -22,19 +22,6 @@ pytestmark = pytest.mark.timeout(120)
 HOME = Path.home() / ".ray"
 
 
-def listeners() -> set[str]:
-    """Addresses on which this process and everything below it listen."""
-    me = psutil.Process()
-    found = set()
-    for process in [me, *me.children(recursive=True)]:
-        try:
-            sockets = process.net_connections("tcp")
-        except psutil.NoSuchProcess:
-            continue
-        found |= {s.laddr.ip.removeprefix("::ffff:") for s in sockets if s.status == psutil.CONN_LISTEN}
-    return found
-
-
 def runs(process: psutil.Process) -> bool:
     try:
         return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -42,7 +29,7 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
-def test_private_loopback_nested_and_gone():
+def test_private_loopback_nested_and_gone(listening_on):
     import ray
 
     home_before = HOME.exists()
@@ -56,7 +43,7 @@ def test_private_loopback_nested_and_gone():
                 assert inner.address == outer.address
             assert ray.is_initialized()
             pid = ray.get(ray.remote(lambda: os.getpid()).remote())
-            assert listeners() <= {"127.0.0.1", "::1"}
+            assert listening_on(os.getpid()) <= {"127.0.0.1", "::1"}
         assert not ray.is_initialized()
         assert not outer.temporary.exists()
         assert not psutil.pid_exists(pid)

@@ -1,0 +1,85 @@
+"""Submit, watch, read and stop jobs on a private head that leaves nothing behind."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster import jobs
+from cluster.session import ray_session
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[jobs.Head]:
+    with jobs.start_head(num_cpus=2) as started:
+        yield started
+        below = psutil.Process(started.pid).children(recursive=True)
+    assert not started.directory.exists()
+    _, alive = psutil.wait_procs(below, timeout=20)
+    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def python(text: str) -> str:
+    return shlex.join([sys.executable, "-c", text])
+
+
+def test_a_job_runs_in_its_folder_and_its_output_comes_back(head: jobs.Head, tmp_path: Path):
+    (tmp_path / "note.txt").write_text("from the folder")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "big").write_text("stays at home")
+    text = "import os; print(open('note.txt').read(), os.environ['COLOUR'], os.path.exists('runs'))"
+    job = jobs.submit(python(text), address=head.jobs_address, working_dir=tmp_path, env_vars={"COLOUR": "blue"})
+    assert jobs.wait(job, address=head.jobs_address, timeout=120) == "SUCCEEDED"
+    assert "from the folder blue False" in "".join(jobs.logs(job, address=head.jobs_address, follow=True))
+    assert jobs.stop(job, address=head.jobs_address) is False
+
+
+def test_a_session_inside_a_job_uses_its_cluster(head: jobs.Head):
+    text = "from cluster.session import ray_session\nwith ray_session() as s: print('cpus', s.cpus, s.temporary)"
+    root = str(Path(jobs.__file__).parents[1])
+    job = jobs.submit(python(text), address=head.jobs_address, env_vars={"PYTHONPATH": root})
+    state = jobs.wait(job, address=head.jobs_address, timeout=120)
+    said = "".join(jobs.logs(job, address=head.jobs_address))
+    assert state == "SUCCEEDED", said
+    assert "cpus 2.0 None" in said
+
+
+def test_a_driver_connects_by_address(head: jobs.Head):
+    with ray_session(head.address) as session:
+        assert session.address == head.address
+        assert session.temporary is None
+
+
+def test_stopping_and_failing(head: jobs.Head):
+    address = head.jobs_address
+    job = jobs.submit(python("print('here', flush=True); import time; time.sleep(600)"), address=address)
+    follow = jobs.logs(job, address=address, follow=True)
+    assert "here" in next(follow)
+    assert jobs.status(job, address=address) == "RUNNING"
+    assert jobs.stop(job, address=address) is True
+    assert jobs.wait(job, address=address, timeout=60) == "STOPPED"
+    failing = jobs.submit(python("raise SystemExit(3)"), address=address, job="the-failing-one")
+    assert failing == "the-failing-one"
+    assert jobs.wait(failing, address=address, timeout=120) == "FAILED"
+    assert "3" in jobs.message(failing, address=address)
+    with pytest.raises(jobs.JobError, match="the-failing-one"):
+        jobs.submit(python("pass"), address=address, job="the-failing-one")
+
+
+def test_mistakes_are_explained(head: jobs.Head):
+    with pytest.raises(jobs.JobError, match="knows no job 'nobody'"):
+        jobs.status("nobody", address=head.jobs_address)
+    with pytest.raises(jobs.JobError, match=r"no Ray head answers at http://127\.0\.0\.1:9"):
+        jobs.status("nobody", address="http://127.0.0.1:9")
+
+
+def test_the_head_is_on_loopback_and_private(head: jobs.Head, listening_on: Callable[[int], set[str]]):
+    assert listening_on(head.pid) <= {"127.0.0.1", "::1"}
+    assert (head.directory / "token").stat().st_mode & 0o777 == 0o600
