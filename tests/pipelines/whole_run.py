@@ -74,7 +74,7 @@ def finish(config: Path, directory: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """A point of a run: so many seconds after the record of `stage` was opened."""
+    """A point of a run: so many seconds after a start begins with `stage`, the record of which is open by then."""
 
     stage: str
     seconds: float
@@ -99,28 +99,35 @@ def draw_moments(seconds: dict[str, float], count: int, seed: int) -> list[Momen
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """What a `kill -9` met: the processes `below` the run; those that do work were gone after `seconds_until_gone`."""
+    """What a `kill -9` met: the processes `below` the run; those that do work were gone after `seconds_until_gone`.
+
+    That is None where nobody watched.
+    """
 
     stage: str
     into_stage: float
     below: tuple[psutil.Process, ...]
-    seconds_until_gone: float
+    seconds_until_gone: float | None
     ray_folders: frozenset[str]
 
 
-def kill_at(process: subprocess.Popen[str], directory: Path, moment: Moment, patience: float = 30) -> Kill:
-    """`kill -9` of the run's main process at the moment, or at the end of its stage when that comes first.
+def kill_at(process: subprocess.Popen[str], directory: Path, moment: Moment, patience: float = 60) -> Kill:
+    """`kill -9` of the main process of a run just started, at the moment, or when its stage completes before that.
 
-    Everything below it is left to itself. Raises AssertionError for what lives on after `patience` seconds. Ray's two
-    agents, which do no work, are not waited for: they try for a minute to report what happened to a head that is gone,
-    unless the next start ends them.
+    Where an earlier start has completed the stage, the next one that is not complete takes its place. Everything below
+    the process is left to itself. With `patience` it is watched until it is gone; AssertionError for what lives on
+    after so many seconds. Ray's two agents, which do no work, are not watched: they try for a minute to report what
+    happened to a head that is gone, unless the next start ends them.
     """
-    record = directory / "stages" / f"{moment.stage}.json"
-    while not record.exists():
+    later = STAGES[STAGES.index(moment.stage) :]
+    stage = next((name for name in later if not _is_complete(_record(directory, name))), STAGES[-1])
+    record, log, begins = _record(directory, stage), directory.with_suffix(".log"), f"== {stage}\n"
+    earlier = log.read_text().count(begins)
+    while log.read_text().count(begins) == earlier:
         _require_running(process, directory)
         time.sleep(0.02)
     reached = time.monotonic()
-    while time.monotonic() - reached < moment.seconds and not json.loads(record.read_text())["complete"]:
+    while time.monotonic() - reached < moment.seconds and not _is_complete(record):
         _require_running(process, directory)
         time.sleep(0.02)
     below = psutil.Process(process.pid).children(recursive=True)
@@ -131,14 +138,14 @@ def kill_at(process: subprocess.Popen[str], directory: Path, moment: Moment, pat
     killed = time.monotonic()
     assert process.stdout is not None
     process.stdout.close()
-    while left := alive(working):
+    while patience and (left := alive(working)):
         assert time.monotonic() - killed < patience, f"still alive {patience:g} seconds after the kill: {left}"
         time.sleep(0.05)
     return Kill(
-        stage=moment.stage,
+        stage=stage,
         into_stage=round(killed - reached, 2),
         below=tuple(below),
-        seconds_until_gone=round(time.monotonic() - killed, 2),
+        seconds_until_gone=round(time.monotonic() - killed, 2) if patience else None,
         ray_folders=frozenset(folders),
     )
 
@@ -191,6 +198,14 @@ def leftovers(directory: Path) -> list[str]:
 
 def _summary(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "run.json").read_text())
+
+
+def _record(directory: Path, stage: str) -> Path:
+    return directory / "stages" / f"{stage}.json"
+
+
+def _is_complete(record: Path) -> bool:
+    return record.exists() and json.loads(record.read_text())["complete"]
 
 
 def _require_running(process: subprocess.Popen[str], directory: Path) -> None:
