@@ -4,7 +4,5 @@
 # The engine is fetched and built once, under .engines/; delete that folder to build again.
 .PHONY: test-engines
 
-export DSPARK_RUN ?= runs/quickstart
-
 test-engines: environment
 	DSPARK_ENGINES=1 $(BIN)/pytest tests/engines --timeout 7200 -s
