@@ -121,8 +121,12 @@ class TrainEngine:
         restore_state(self.deepspeed, self.names, state)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The trainable weights in fp32 on rank 0 (other ranks: empty), by parameter name."""
+        """The trainable weights alone, as `weight/NAME`: fp32 on rank 0, empty elsewhere."""
         return gather_state(self.deepspeed, self.names, weights_only=True)
+
+    def agree(self, wanted: bool) -> bool:
+        """Whether any rank wants it: for decisions that all must take at the same step, such as stopping."""
+        return self._most(int(wanted)) > 0
 
     def _nothing(self) -> torch.Tensor:
         """Zero, with a zero gradient for every parameter: no rank waits for a gradient that another does not have."""

@@ -53,7 +53,7 @@ def restore_state(engine: Any, parameters: Mapping[str, torch.nn.Parameter], sta
     keys = sorted({key.split("/", 1)[0] for key in state} - {WEIGHT, "scalar"})
     scalars = {key.split("/", 1)[1]: value for key, value in state.items() if key.startswith("scalar/")}
     if keys or scalars:
-        _make_state(inner, keys, scalars)
+        _make_state(engine, inner, keys, scalars)
     for name, parameter in parameters.items():
         for key in [WEIGHT, *keys]:
             _write(engine, inner, parameter, key, state[f"{key}/{name}"].to(engine.device, torch.float32))
@@ -79,16 +79,20 @@ def _scalars(inner: Any) -> dict[str, torch.Tensor]:
     return {}
 
 
-def _make_state(inner: Any, keys: Iterable[str], scalars: Mapping[str, torch.Tensor]) -> None:
-    for group in inner.param_groups:
-        for flat in group["params"]:
-            state = inner.state[flat]
-            for key in keys:
-                if not isinstance(state.get(key), torch.Tensor):
-                    state[key] = torch.zeros_like(flat, requires_grad=False)
-            for key, value in scalars.items():
-                on_device = group.get("fused") or group.get("capturable")
-                state[key] = value.clone().to(flat.device if on_device else "cpu")
+def _make_state(engine: Any, inner: Any, keys: Iterable[str], scalars: Mapping[str, torch.Tensor]) -> None:
+    """Give an optimizer that has taken no step yet its state, as its first step would."""
+    group = inner.param_groups[0]
+    flats = [flat for one in inner.param_groups for flat in one["params"]]
+    if engine.zero_optimization_stage() == 3:  # which hands its sub-groups to the optimizer only while it steps
+        flats = engine.optimizer.fp32_partitioned_groups_flat
+    for flat in flats:
+        state = inner.state[flat]
+        for key in keys:
+            if not isinstance(state.get(key), torch.Tensor):
+                state[key] = torch.zeros_like(flat, requires_grad=False)
+        for key, value in scalars.items():
+            on_device = group.get("fused") or group.get("capturable")
+            state[key] = value.clone().to(flat.device if on_device else "cpu")
 
 
 def _read(engine: Any, inner: Any, parameter: Any, key: str, target: torch.Tensor) -> None:
@@ -125,7 +129,11 @@ def _write_stage_3(parameter: Any, key: str, value: torch.Tensor) -> None:
     import deepspeed
 
     optimizer = parameter._z3_optimizer
-    optimizer.set_full_hp_param(value, parameter, None if key == WEIGHT else key)
+    share = parameter.partition_numel()  # the last rank's is padded
+    padded = torch.zeros(share * dist.get_world_size(), device=value.device)
+    padded[: value.numel()] = value.reshape(-1)
+    mine = padded.narrow(0, share * dist.get_rank(), share)
+    optimizer.set_local_hp_param(mine, parameter, None if key == WEIGHT else key)
     if key == WEIGHT:
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.data.copy_(value.reshape(parameter.shape))
