@@ -6,6 +6,7 @@ A head asks for its token (`RAY_AUTH_TOKEN` or `RAY_AUTH_TOKEN_PATH`) where it w
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import shutil
@@ -151,7 +152,9 @@ def start_head(*, num_cpus: int = 2, object_store_bytes: int = 200 * 1024**2, ti
         stack.enter_context(environment(variables))
         reload_settings()
         with open(output, "w") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent
+            )
         stack.callback(_end, process)
         jobs_address = f"http://{LOOPBACK}:{dashboard}"
         _await_head(process, jobs_address, output, timeout)
@@ -175,6 +178,12 @@ def _await_head(process: subprocess.Popen[bytes], address: str, output: Path, ti
                 said = output.read_text()[-2000:]
                 raise TimeoutError(f"no Ray head came up at {address} ({error}); it said:\n{said}") from error
         time.sleep(0.3)
+
+
+def _die_with_parent() -> None:
+    """Have Linux end the head when this process is killed and cannot do it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

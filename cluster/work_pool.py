@@ -76,8 +76,8 @@ def run_units(
         make_worker: picklable factory, called once in each actor.
         units: picklable and small; pulled as they are needed.
         cpus_per_worker, gpus_per_worker: Ray resources of an actor (torch gets as many threads as CPUs, at least one).
-        max_retries: how often a unit is tried again after its first failure. Waiting behind a unit that killed
-            the worker does not count.
+        max_retries: how often a unit is tried again after its first failure. A worker's death counts against a unit
+            only if it was the one unfinished unit there.
         on_result: called in this process once for each unit, in the order in which they finish.
         on_retry: called with the unit and the reason before it is tried again.
         max_in_flight_per_worker: units handed to an actor at a time; 2 hides the round trip.
@@ -127,8 +127,11 @@ class _Host:
 
 @dataclass(kw_only=True, eq=False)
 class _Job(Generic[Unit]):
+    """A unit on its way. One that was with others on a worker that died next goes `alone`: so the guilty one is found."""
+
     unit: Unit
     failures: int = 0
+    alone: bool = False
 
 
 @dataclass(kw_only=True, eq=False)
@@ -195,6 +198,8 @@ class _Pool(Generic[Unit, Result]):
                     self.waiting.append(_Job(unit=next(self.source)))
                 except StopIteration:
                     return
+            if seat.jobs and (self.waiting[0].alone or any(job.alone for job in seat.jobs.values())):
+                return
             job = self.waiting.popleft()
             seat.jobs[seat.actor.run.remote(job.unit)] = job
 
@@ -230,7 +235,7 @@ class _Pool(Generic[Unit, Result]):
 
     def _again(self, job: _Job[Unit], detail: str) -> None:
         self.summary.repeated += 1
-        self.waiting.append(job)
+        self.waiting.appendleft(job)
         if self.on_retry is not None:
             self.on_retry(job.unit, detail)
 
@@ -249,20 +254,23 @@ class _Pool(Generic[Unit, Result]):
                 )
             return
         self.summary.workers_lost += 1
-        blamed = False
+        unfinished: list[_Job[Unit]] = []
         for ref, job in seat.jobs.items():
             try:
                 value = ray.get(ref, timeout=60)
             except RayTaskError as error:
                 self._failed(job, str(error), error.cause)
             except RayError:
-                if blamed:
-                    self.waiting.appendleft(job)
-                else:  # the oldest unfinished job was the one being done
-                    blamed = True
-                    self._failed(job, f"the worker died: {detail}", None)
+                unfinished.append(job)
             else:
                 self._done(job, value)
+        reason = f"the worker died: {detail}"
+        if len(unfinished) == 1:
+            self._failed(unfinished[0], reason, None)
+            return
+        for job in reversed(unfinished):  # any of them may have done it: the next time each is alone
+            job.alone = True
+            self._again(job, reason)
 
     def close(self) -> None:
         import ray

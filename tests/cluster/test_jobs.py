@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,6 +80,20 @@ def test_mistakes_are_explained(head: jobs.Head):
         jobs.status("nobody", address=head.jobs_address)
     with pytest.raises(jobs.JobError, match=r"no Ray head answers at http://127\.0\.0\.1:9"):
         jobs.status("nobody", address="http://127.0.0.1:9")
+
+
+def test_a_head_does_not_outlive_a_killed_owner():
+    text = "from cluster.jobs import start_head\nwith start_head(num_cpus=1) as h: print(h.pid, flush=True); input()"
+    owner = subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    head = psutil.Process(int(owner.stdout.readline()))
+    folder = Path(next(word for word in head.cmdline() if word.startswith("--temp-dir=")).partition("=")[2])
+    below = [head, *head.children(recursive=True)]
+    owner.kill()
+    owner.wait()
+    _, alive = psutil.wait_procs(below, timeout=30)
+    shutil.rmtree(folder)
+    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def test_the_head_is_on_loopback_and_private(head: jobs.Head, listening_on: Callable[[int], set[str]]):

@@ -48,8 +48,9 @@ def test_a_unit_whose_worker_dies_is_done_again(tmp_path: Path):
         functools.partial(DiesOnce, str(tmp_path)), range(10), on_retry=lambda unit, why: retried.append(unit)
     )
     assert results == {n: n * n for n in range(10)}
-    assert retried == [3]
-    assert (summary.repeated, summary.workers_lost) == (1, 1)
+    assert 3 in retried
+    assert len(retried) == summary.repeated <= 2, "only what the worker held is done again"
+    assert summary.workers_lost == 1
 
 
 def test_workers_killed_from_outside(tmp_path: Path):
