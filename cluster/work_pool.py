@@ -127,7 +127,7 @@ class _Host:
 
 @dataclass(kw_only=True, eq=False)
 class _Job(Generic[Unit]):
-    """A unit on its way. One that was with others on a worker that died next goes `alone`: so the guilty one is found."""
+    """A unit on its way. One that was with others on a worker that died goes `alone` next: the guilty one is found."""
 
     unit: Unit
     failures: int = 0
