@@ -79,10 +79,11 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
 
 def _run(*arguments: Any, **options: Any) -> None:
     """`run_group`, with a request to stop as the end of the process that asked for it."""
-    from cluster.train_group import TrainingStopped, run_group
+    from cluster.train_group import LASTING_ERRORS, TrainingStopped, run_group
+    from pipelines.training.loop import TrainingCannotGoOn
 
     try:
-        run_group(*arguments, **options)
+        run_group(*arguments, **options, not_retried=(*LASTING_ERRORS, TrainingCannotGoOn))
     except TrainingStopped as stopped:
         raise SystemExit(f"{stopped}; the same command goes on from the checkpoint") from stopped
 
