@@ -143,6 +143,7 @@ class DrafterConfig:
     def to_checkpoint(self, target_text_config: Any) -> dict[str, Any]:
         """The `config.json` of this drafter: the target's text config with every drafter key written out."""
         values = as_dict(target_text_config)
+        values.pop("_name_or_path", None)  # where the target lay on the machine that trained
         values |= {
             "attention_bias": self.attention_bias,
             "intermediate_size": self.intermediate_size,

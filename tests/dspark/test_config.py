@@ -104,3 +104,8 @@ def test_rotation_is_the_targets(rope_type: str) -> None:
 def test_a_target_that_is_none_of_the_known_sizes() -> None:
     target = tiny_target("llama")
     assert DrafterConfig.for_target(target.text_config, mask_token_id=5).target_layer_ids == (1, 2, 3)
+
+
+def test_a_checkpoint_does_not_say_where_the_target_lay() -> None:
+    target = {**as_dict(LLAMA), "_name_or_path": "somewhere/private"}
+    assert "somewhere" not in str(build().to_checkpoint(target))
