@@ -34,8 +34,9 @@ NORMALIZER_EPSILON = 1e-6
 class LossConfig:
     """Factors of the terms, by default the paper's.
 
-    `l1` is the raw L1 distance, twice the total variation. `kl` is from teacher to draft. `negative_log_acceptance`
-    and `lk_hybrid` are the two acceptance-likelihood losses: -log a, and a blend of KL and total variation that moves
+    `l1` is the raw L1 distance, twice the total variation. `kl` is from teacher to draft; `soft_ce`, the cross-entropy
+    to the teacher that EAGLE-3 trains on, is the same up to the teacher's entropy. `negative_log_acceptance` and
+    `lk_hybrid` are the two acceptance-likelihood losses: -log a, and a blend of KL and total variation that moves
     to the latter as acceptance a rises, with KL's share exp(-lk_hybrid_decay a).
     """
 
@@ -43,6 +44,7 @@ class LossConfig:
     l1: float = 0.9
     confidence: float = 1.0
     kl: float = 0.0
+    soft_ce: float = 0.0
     negative_log_acceptance: float = 0.0
     lk_hybrid: float = 0.0
     lk_hybrid_decay: float = 3.0
@@ -57,7 +59,7 @@ class LossConfig:
                     raise ValueError(f"loss.{field.name} is {value}; it must be positive")
             elif not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"loss.{field.name} is {value}; it must be a finite number of at least 0")
-        if not any((self.ce, self.l1, self.kl, self.negative_log_acceptance, self.lk_hybrid)):
+        if not any((self.ce, self.l1, self.kl, self.soft_ce, self.negative_log_acceptance, self.lk_hybrid)):
             raise ValueError(
                 "every loss term but the confidence's is 0: the drafter would learn nothing (option `loss`)"
             )
@@ -68,6 +70,7 @@ class LossConfig:
             ce=self.ce,
             l1=self.l1,
             kl=self.kl,
+            soft_ce=self.soft_ce,
             negative_log_acceptance=self.negative_log_acceptance,
             lk_hybrid=self.lk_hybrid,
             lk_hybrid_decay=self.lk_hybrid_decay,
@@ -181,13 +184,19 @@ def fused_loss(
         confidence_logits=confidence_logits,
         chunk_slots=config.chunk_slots,
     )
-    sums = _sums(batch, weights, chosen, values, None if confidence_logits is None else confidence_logits.detach())
+    seen = None if confidence_logits is None else confidence_logits.detach()
+    sums = _sums(batch, weights, chosen, total.detach(), values, seen)
     divisor = (sums["weight"] if normalizer is None else normalizer) + NORMALIZER_EPSILON
     return LossResult(loss=total / divisor, sums=sums)
 
 
 def _sums(
-    batch: PackedBatch, weights: Tensor, chosen: Tensor, values: SlotValues, confidence_logits: Tensor | None
+    batch: PackedBatch,
+    weights: Tensor,
+    chosen: Tensor,
+    total: Tensor,
+    values: SlotValues,
+    confidence_logits: Tensor | None,
 ) -> dict[str, float]:
     """Weighted sums of the terms, and counts, over the batch. One transfer from the device."""
     supervised = batch.supervised
@@ -205,6 +214,7 @@ def _sums(
         "weight": weights.sum(),
         "slots": supervised.sum(),
         "blocks": block_used.sum(),
+        "loss": total,
         "ce": (weights * spread(values.ce)).sum(),
         "l1": (weights * spread(values.l1)).sum(),
         "tau_probabilistic": ((1 + survival.sum(-1)) * block_used).sum(),
@@ -231,11 +241,11 @@ def add_sums(total: dict[str, float], more: dict[str, float]) -> dict[str, float
 def metrics_of(sums: dict[str, float]) -> dict[str, float]:
     """Means by the reference's definitions.
 
-    Terms and confidence errors are means by slot weight, `acceptance@k` a mean over supervised slots, and
+    The loss, its terms and confidence errors are means by slot weight, `acceptance@k` a mean over supervised slots, and
     `tau_probabilistic` (expected accepted length, with the target's own token) a mean over blocks.
     """
     weight = sums["weight"] + NORMALIZER_EPSILON
-    weighted = ("ce", "l1", "confidence", "confidence_abs_error", "confidence_bias", "confidence_cumprod_bias")
+    weighted = ("loss", "ce", "l1", "confidence", "confidence_abs_error", "confidence_bias", "confidence_cumprod_bias")
     metrics = {key: sums[key] / weight for key in weighted if key in sums}
     metrics["tau_probabilistic"] = sums["tau_probabilistic"] / max(sums["blocks"], 1.0)
     for key, count in sums.items():
