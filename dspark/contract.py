@@ -15,13 +15,16 @@ Thinking = Literal["off", "on", "mixed"]
 # A cache leaves these open: drafters of any block read the same states.
 BLOCK_FIELDS = ("block_layout", "block_size", "mask_token_id")
 
+# Where the target was found: the same weights may lie in a folder here and on the hub there.
+PLACE_FIELDS = ("target_name", "target_revision")
+
 _CURES = {
-    "target_name": "use the target that the states were recorded from (`target.name`)",
+    "target_name": "use the target that the states were recorded from (`target.model`)",
     "target_revision": "set `target.revision` to the recorded one, or rebuild the cache",
     "weights_sha256": "the target's weights have changed: rebuild the cache",
     "tokenizer_sha256": "the tokenizer has changed: rebuild the conversations and the cache",
     "chat_template_sha256": "the chat template has changed: rebuild the conversations and the cache",
-    "thinking": "set the same thinking mode (`data.thinking`), or rebuild the conversations",
+    "thinking": "set the same thinking mode (`target.thinking`), or rebuild the conversations",
     "target_layer_ids": "set `drafter.target_layer_ids` to the recorded layers, or rebuild the cache",
     "final_norm_applied": "last states must be stored after the target's final norm: rebuild the cache",
     "block_layout": "set `drafter.block_layout` to the checkpoint's",
@@ -53,7 +56,7 @@ class Contract:
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_layer_ids", tuple(int(layer) for layer in self.target_layer_ids))
         if self.thinking not in ("off", "on", "mixed"):
-            raise ValueError(f"thinking mode {self.thinking!r} is not one of off, on, mixed (option `data.thinking`)")
+            raise ValueError(f"thinking mode {self.thinking!r} is not one of off, on, mixed (option `target.thinking`)")
         if self.block_layout not in (None, "anchor-first", "mask-first"):
             raise ValueError(
                 f"block layout {self.block_layout!r} is not one of anchor-first, mask-first "
@@ -74,12 +77,18 @@ class Contract:
         return cls(**{name: values[name] for name in names})
 
     def differences(self, other: Contract) -> list[tuple[str, Any, Any]]:
-        """(field, ours, theirs) for every field that differs; an open block field agrees with anything."""
+        """(field, ours, theirs) for every field that differs.
+
+        An open block field agrees with anything, and so does the place where the target was found if its weights are
+        the same.
+        """
+        same_weights = self.weights_sha256 == other.weights_sha256
         found = []
         for field in fields(self):
             ours, theirs = getattr(self, field.name), getattr(other, field.name)
             left_open = field.name in BLOCK_FIELDS and (ours is None or theirs is None)
-            if ours != theirs and not left_open:
+            elsewhere = same_weights and field.name in PLACE_FIELDS
+            if ours != theirs and not left_open and not elsewhere:
                 found.append((field.name, ours, theirs))
         return found
 

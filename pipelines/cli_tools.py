@@ -98,7 +98,7 @@ def report(
 
 
 def decode(
-    config: ConfigArgument,
+    config: Annotated[str, typer.Argument(metavar="RUN|CONFIG", help="A run directory, or a settings file.")],
     overrides: OverridesArgument = None,
     prompt: Annotated[str, typer.Option("--prompt", help="What to ask the target.")] = "",
     drafter: Annotated[str, typer.Option("--drafter", help="A drafter's folder; the run's own by default.")] = "",
@@ -108,9 +108,9 @@ def decode(
 ) -> None:
     """Answer one prompt by speculative decoding, and show what was drafted and what was accepted."""
     from pipelines.errors import UserError
-    from pipelines.settings import load_settings
+    from pipelines.run import settings_of
 
-    resolved = load_settings(config, overrides or [])
+    resolved = settings_of(config, overrides or [])
     if not prompt:
         raise UserError("there is no prompt; add --prompt 'your question'")
     from pipelines.decode import decode_one

@@ -11,6 +11,7 @@ recorded in `stages/NAME.json`, beside the output. For each stage, in order:
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -331,16 +332,28 @@ def _numbers(result: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def open_run(directory: str) -> Run:
-    """The run that stands in a directory, with the settings it was last started with."""
-    from pipelines.settings import settings_from_dict
+def open_run(directory: str, overrides: Sequence[str] = ()) -> Run:
+    """The run that stands in a directory, with its last settings and `key=value` words over them."""
+    from pipelines.settings import check_settings
+    from pipelines.yaml_files import apply_overrides, parse_text
 
     there = RunDirectory(directory)
     summary = there.read_json("run.json")
     if summary is None:
         raise UserError(f"{directory} is not a run directory: there is no run.json in it")
     values = {**summary["settings"], "run": {**summary["settings"]["run"], "directory": directory}}
-    return Run(settings_from_dict(values, there.location("run.json")))
+    document = parse_text(json.dumps(values), there.location("run.json"))
+    apply_overrides(document, overrides)
+    return Run(check_settings(document))
+
+
+def settings_of(place: str, overrides: Sequence[str]) -> Settings:
+    """Settings out of a file, or those of the run that stands in a directory."""
+    from pipelines.settings import load_settings
+
+    if RunDirectory(place).exists("run.json"):
+        return open_run(place, overrides).settings
+    return load_settings(place, overrides)
 
 
 def describe_differences(asked: dict[str, Any], stored: dict[str, Any], stages: dict[str, Stage]) -> list[str]:

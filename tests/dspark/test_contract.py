@@ -27,6 +27,16 @@ def test_open_block_fields_agree_with_anything() -> None:
     assert checkpoint.differences(replace(checkpoint, block_size=5)) == [("block_size", 7, 5)]
 
 
+def test_the_same_weights_may_lie_elsewhere() -> None:
+    elsewhere = replace(CACHE, target_name="/models/t", target_revision="f00")
+    CACHE.require_same(elsewhere)
+    assert [name for name, _, _ in CACHE.differences(replace(elsewhere, weights_sha256="x"))] == [
+        "target_name",
+        "target_revision",
+        "weights_sha256",
+    ]
+
+
 def test_every_difference_is_named() -> None:
     other = replace(CACHE, thinking="on", target_layer_ids=(2, 3), weights_sha256="x")
     with pytest.raises(ContractMismatch) as caught:

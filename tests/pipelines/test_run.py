@@ -14,7 +14,7 @@ import pytest
 
 from pipelines.errors import UserError
 from pipelines.progress import Reporter
-from pipelines.run import Run, Stage, open_run, run_stages
+from pipelines.run import Run, Stage, open_run, run_stages, settings_of
 from pipelines.run_directory import RunDirectory
 from pipelines.settings import Settings, settings_from_dict
 from storage.filesystems import temporary_name
@@ -184,6 +184,9 @@ def test_run_json_has_settings_states_and_invocations(tmp_path: Path) -> None:
     assert [state["complete"] for state in summary["stages"].values()] == [True] * 3
     assert summary["invocations"] == [{"command": ["dspark"]}]
     assert open_run(str(tmp_path)).settings == settings(tmp_path)
+    assert settings_of(str(tmp_path), ["run.seed=3"]) == settings(tmp_path, seed=3)
+    with pytest.raises(UserError, match="there is no settings file"):
+        settings_of(str(tmp_path / "nowhere"), [])
 
 
 HOLDER = (
