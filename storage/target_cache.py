@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from storage.commits import (
 from storage.filesystems import Folder, StorageFull
 from storage.local_copy import LocalCopy
 from storage.plan import CachePlan, Codecs, plan_units
+from storage.read_ahead import ReadAhead
 from storage.records import CacheCorrupt, CacheRow, StoredRow, unseal
 from storage.shards import NonFiniteState, ShardReader, checksum_of, decode_row
 from storage.verify import Problem, verify
@@ -43,6 +45,7 @@ __all__ = [
     "Codecs",
     "NonFiniteState",
     "Problem",
+    "ReadAhead",
     "StorageFull",
     "StoredRow",
     "TargetCache",
@@ -55,6 +58,8 @@ __all__ = [
     "verify",
     "write_unit",
 ]
+
+READ_AHEAD_BYTES = 1 << 30
 
 
 def is_finished(root: Root) -> bool:
@@ -205,13 +210,46 @@ class TargetCache:
 
     def row(self, index: int, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16) -> StoredRow:
         """Row `index`, decoded to the device."""
-        scope = self.manifest["fields"]["teacher_scope"]
-        return decode_row(self.raw_row(index), self.codecs, scope=scope, device=device, dtype=dtype)
+        return self.decode(self.raw_row(index), device=device, dtype=dtype)
 
-    def rows(self, indices: Iterable[int], **options: Any) -> Iterator[StoredRow]:
-        """Rows in the order asked for, one at a time."""
-        for index in indices:
-            yield self.row(int(index), **options)
+    def decode(
+        self, columns: Mapping[str, Any], *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
+    ) -> StoredRow:
+        """What `raw_row` returned (here or in another process), decoded to the device."""
+        scope = self.manifest["fields"]["teacher_scope"]
+        return decode_row(columns, self.codecs, scope=scope, device=device, dtype=dtype)
+
+    def rows(
+        self,
+        indices: Iterable[int],
+        *,
+        workers: int = 0,
+        max_bytes: int = READ_AHEAD_BYTES,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> Iterator[StoredRow]:
+        """Rows in the order asked for, one at a time.
+
+        With `workers` so many processes work ahead of need and hold at most `max_bytes` of rows: decoded ones for the
+        CPU; for another device, which decodes faster itself, those read and checked. Without them a row is read when
+        it is asked for.
+        """
+        if not workers:
+            for index in indices:
+                yield self.row(int(index), device=device, dtype=dtype)
+            return
+        here = torch.device(device).type != "cpu"
+        work: Any = TargetCache.raw_row if here else partial(TargetCache.row, dtype=dtype)
+        cost = partial(self.decoded_bytes, dtype=dtype)
+        with ReadAhead(self, map(int, indices), work, cost=cost, workers=workers, max_bytes=max_bytes) as ahead:
+            for row in ahead:
+                yield self.decode(row, device=device, dtype=dtype) if here else row
+
+    def decoded_bytes(self, rows: int | Iterable[int], *, dtype: torch.dtype = torch.bfloat16) -> int:
+        """The most bytes that these rows take once decoded: a teacher at every position."""
+        lengths = self._opened.samples.lengths[self._rows[[rows] if isinstance(rows, int) else list(rows)]]
+        width = self.codecs.features.out_width + (self.codecs.teacher.out_width if self.codecs.teacher else 0)
+        return int(lengths.sum(dtype=np.int64)) * (width * dtype.itemsize + 16)  # 16: token id and teacher position
 
     def __iter__(self) -> Iterator[StoredRow]:
         return self.rows(range(len(self)))
