@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import secrets
 import shutil
@@ -63,13 +64,14 @@ def submit(
         runtime |= {"working_dir": str(working_dir), "excludes": list(not_sent)}
     with _told(address, job):
         client = _client(address)
+        logging.getLogger("ray").setLevel(logging.ERROR)  # it tells of every ignore file that it reads
         return client.submit_job(entrypoint=command, submission_id=job, runtime_env=runtime)
 
 
 def status(job: str, *, address: str) -> str:
     """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED."""
     with _told(address, job):
-        return _client(address).get_job_status(job).value
+        return str(_client(address).get_job_status(job).value)
 
 
 def message(job: str, *, address: str) -> str:
@@ -138,6 +140,8 @@ def start_head(*, num_cpus: int = 2, object_store_bytes: int = 200 * 1024**2, ti
     directory = Path(tempfile.mkdtemp(prefix="dspark-head-"))
     gcs, dashboard, agent, client = _free_ports(4)
     variables = {**QUIET_ENVIRONMENT, **LOOPBACK_ENVIRONMENT, **private_token(directory)}
+    interpreter = Path(sys.executable).parent  # `python` in a job is then this one, as in an activated environment
+    variables["PATH"] = os.pathsep.join([str(interpreter), os.environ.get("PATH", os.defpath)])
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
         *(f"--node-ip-address={LOOPBACK}", f"--port={gcs}", f"--temp-dir={directory}"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Annotated
 
 import typer
@@ -33,15 +34,18 @@ def submit(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
     address: AddressOption = "",
     follow: Annotated[bool, typer.Option("--follow", help="Print the log until the job ends.")] = False,
-    redo: Annotated[bool, typer.Option("--redo")] = False,
+    refit: Annotated[
+        str, typer.Option("--from", help="Re-fit this published drafter (`dspark refit`) and not `dspark run`.")
+    ] = "",
+    redo: Annotated[bool, typer.Option("--redo", help="As for `dspark run`.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Send `dspark run CONFIG` to a Ray cluster; prints the job's id."""
     head = _address(address)
     from pipelines.submission import submit_run
 
-    job = submit_run(config, overrides or [], head, redo=redo)
-    print(json.dumps({"job": job}) if as_json else job)
+    job = submit_run(config, overrides or [], head, redo=redo, refit=refit or None)
+    print(json.dumps({"job": job}) if as_json else job, flush=True)
     if follow:
         logs(job, address=head, follow=True)
 
@@ -51,8 +55,11 @@ def status(job: JobArgument, address: AddressOption = "", as_json: JsonOption = 
     head = _address(address)
     from cluster import jobs
 
-    state = jobs.status(job, address=head)
-    print(json.dumps({"job": job, "status": str(state)}) if as_json else state)
+    state, message = jobs.status(job, address=head), jobs.message(job, address=head)
+    if as_json:
+        print(json.dumps({"job": job, "status": state, "message": message}))
+    else:
+        print(f"{state}: {message}" if message else state)
 
 
 def logs(
@@ -60,12 +67,15 @@ def logs(
     address: AddressOption = "",
     follow: Annotated[bool, typer.Option("--follow", help="Go on until the job ends.")] = False,
 ) -> None:
-    """The log of a submitted run."""
+    """The log of a submitted run; with --follow, exit code 1 if it did not succeed."""
     head = _address(address)
     from cluster import jobs
 
     for piece in jobs.logs(job, address=head, follow=follow):
         print(piece, end="", flush=True)
+    if follow and (state := jobs.status(job, address=head)) != "SUCCEEDED":
+        print(f"the job is {state}: {jobs.message(job, address=head)}", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 def stop(job: JobArgument, address: AddressOption = "") -> None:
@@ -73,4 +83,7 @@ def stop(job: JobArgument, address: AddressOption = "") -> None:
     head = _address(address)
     from cluster import jobs
 
-    jobs.stop(job, address=head)
+    if jobs.stop(job, address=head):
+        print("stopping; submit the same run again to go on")
+    else:
+        print(f"it had ended already: {jobs.status(job, address=head)}")

@@ -239,6 +239,7 @@ class ClusterSettings(Section):
     gpus_per_worker: NonNegative = 0.0
     threads_per_worker: Positive | None = None  # of torch; null: the worker's CPUs
     working_dir: str = "."  # what a submitted job takes along
+    python: str = "python"  # the interpreter on the cluster's head that has this project's packages
 
 
 class Settings(Section):
