@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -60,24 +61,31 @@ class TrainEngine:
         step: int,
         micro_batches: Sequence[MicroBatch],
         loss_of: Callable[[MicroBatch], torch.Tensor] | None = None,
+        *,
+        filler: Callable[[], torch.Tensor] | None = None,
     ) -> StepResult:
         """One optimizer step over this rank's `micro_batches`.
 
         Args:
             step: 0-based number of the step; it alone decides the learning rate.
-            micro_batches: this rank's share, possibly empty below ZeRO stage 3.
-            loss_of: the scalar loss of a micro-batch, divided by the global normaliser. None calls the module itself,
-                which ZeRO stage 3 needs, for its hooks gather the parameters there.
+            micro_batches: this rank's share, possibly empty.
+            loss_of: the scalar loss of a micro-batch, divided by the global normaliser. None calls the module itself.
+                ZeRO stage 3 needs a call of `deepspeed`, whose hooks gather the parameters.
+            filler: at ZeRO stage 3, any loss that went through the module, for a rank with fewer micro-batches than
+                another: all of them have to gather parameters equally often. It counts nothing.
 
         Raises:
-            ValueError: at ZeRO stage 3, a rank has no micro-batch.
+            ValueError: at ZeRO stage 3, ranks have different numbers of micro-batches and there is no filler.
         """
         import torch
 
         compute = loss_of or self.deepspeed
         rounds = len(micro_batches) if self.settings.zero_stage < 2 else self._most(len(micro_batches))
-        if self.settings.zero_stage == 3 and not micro_batches:
-            raise ValueError("at zero_stage = 3 every rank needs a micro-batch: give this one any, with a zero loss")
+        if self.settings.zero_stage == 3 and len(micro_batches) < max(1, rounds) and filler is None:
+            raise ValueError(
+                f"at zero_stage = 3 a rank with {len(micro_batches)} micro-batches, where another has {rounds}, "
+                "needs a filler: any loss that goes through the module"
+            )
         learning_rate = self.settings.learning_rate_at(step, self.total_steps)
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)
@@ -89,7 +97,8 @@ class TrainEngine:
                 if index == 0 and self.settings.zero_stage < 3:
                     loss = loss + self._nothing()
             elif self.settings.zero_stage == 3:
-                loss = compute(micro_batches[-1]) * 0.0
+                assert filler is not None
+                loss = filler() * 0.0
             else:
                 loss = self._nothing()
             # DeepSpeed divides by the number of ranks; the sum over micro-batches is as it is.
@@ -123,6 +132,17 @@ class TrainEngine:
     def weights(self) -> dict[str, torch.Tensor]:
         """The trainable weights alone, as `weight/NAME`: fp32 on rank 0, empty elsewhere."""
         return gather_state(self.deepspeed, self.names, weights_only=True)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within the block every parameter of the module is whole on every rank, at ZeRO stage 3 too; only to read."""
+        if self.settings.zero_stage < 3:
+            yield
+            return
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(self.module.parameters())):
+            yield
 
     def agree(self, wanted: bool) -> bool:
         """Whether any rank wants it: for decisions that all must take at the same step, such as stopping."""

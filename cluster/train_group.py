@@ -38,6 +38,7 @@ def run_group(
     config: Mapping[str, Any],
     *,
     num_workers: int,
+    min_workers: int | None = None,
     cpus_per_worker: float = 1,
     use_gpu: bool = False,
     max_failures: int = 3,
@@ -49,6 +50,8 @@ def run_group(
 
     Args:
         train_fn, config: picklable. They are unpacked in the workers only: Ray's controller imports none of them.
+        min_workers: makes the group elastic. It starts, and goes on after a loss, with as many workers between this and
+            `num_workers` as the cluster has room for, and grows again once there is more. None waits for all of them.
         max_failures: how often the whole group is started again after a worker was lost.
         storage_path: folder, or `s3://` and the like, for the small records that Ray Train keeps.
         not_retried: errors of `train_fn` that end the training at once.
@@ -62,14 +65,19 @@ def run_group(
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    _require_room(num_workers, cpus_per_worker, use_gpu)
+    fewest = num_workers if min_workers is None else min_workers
+    _require_room(fewest, cpus_per_worker, use_gpu)
     resources: dict[str, float] = {"CPU": cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
     group = uuid.uuid4().hex
     trainer = TorchTrainer(
         _enter,
         train_loop_config={"group": group, "work": cloudpickle.dumps((train_fn, dict(config), not_retried))},
         torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
-        scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=use_gpu, resources_per_worker=resources),
+        scaling_config=ScalingConfig(
+            num_workers=(fewest, num_workers) if fewest < num_workers else num_workers,  # type: ignore[arg-type]
+            use_gpu=use_gpu,
+            resources_per_worker=resources,
+        ),
         run_config=RunConfig(
             name=name,
             storage_path=storage_path if "://" in storage_path else os.path.abspath(storage_path),

@@ -157,17 +157,46 @@ class TrainSettings(Section):
     optimizer: Literal["adamw", "adam", "nadam", "radam", "sgd"] = "adamw"
     weight_decay: NonNegative = 0.0
     clip: NonNegative = 1.0  # 0: no clipping
+    layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0  # learning rate of a layer, relative to the one above
     precision: Literal["float32", "bfloat16"] = "bfloat16"  # bfloat16 keeps float32 master weights
+    accumulate_float32: bool = False  # bfloat16 at zero_stage 1: add the packs' gradients up in float32
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     ranks: Positive = 1
+    min_ranks: Positive | None = None  # elastic: go on with as few after a loss; null: wait for all ranks
     pack_budget: Positive = 16_384  # work of a pack: context tokens + block slots
     loss: LossSettings = LossSettings()
+    held_out_rows: Annotated[int, Field(ge=0)] = 0  # conversations of the cache kept for evaluation
+    evaluate_every: Positive | None = None  # steps between evaluations on them; null: at each checkpoint
+    publish: Literal["last", "best"] = "last"  # weights of the final drafter; best: by held-out tau
     checkpoint_every: Positive = 500  # steps
+    checkpoint_in_background: bool = False  # write files while training goes on; takes memory for one more copy
     keep_last: Positive = 2
+    keep_best: Annotated[int, Field(ge=0)] = 1  # by held-out tau, besides the last ones
     log_every: Positive = 10  # steps
     max_failures: Annotated[int, Field(ge=0)] = 3  # restarts after lost workers
-    gradient_checkpointing: bool = False
+    max_bad_steps: Positive = 10  # steps in a row without a finite loss and gradient, after which training stops
+    loader_workers: Annotated[int, Field(ge=0)] = 0  # processes a rank that decode ahead; 0: a thread
+    loader_bytes: Positive = 2**31  # of decoded states that wait to be used, a rank
+    shuffle_window: Positive | None = None  # shards mixed by a shuffle, for remote caches; null: all of them
+    local_copy: str | None = None  # folder for shards of a remote cache; null: one below the temporary folder
+    local_copy_bytes: Positive | None = None  # the most that is kept there; null: everything
+    gradient_checkpointing: bool = False  # recompute the layers' activations in the backward pass
+    compile: bool = False  # torch.compile the draft layers
     deepspeed: dict[str, Any] = {}  # laid over the generated DeepSpeed JSON, key by key
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> TrainSettings:
+        if self.min_ranks is not None and self.min_ranks > self.ranks:
+            raise ValueError(f"min_ranks {self.min_ranks} is more than ranks {self.ranks}: set it to that or less")
+        if self.precision == "bfloat16" and self.zero_stage == 0:
+            raise ValueError(
+                "precision bfloat16 needs the float32 masters that ZeRO keeps: set zero_stage to 1 or more"
+            )
+        if self.accumulate_float32 and (self.precision, self.zero_stage) != ("bfloat16", 1):
+            raise ValueError("accumulate_float32 goes with precision bfloat16 at zero_stage 1; float32 does it anyway")
+        if self.publish == "best" and (self.held_out_rows == 0 or self.keep_best == 0):
+            raise ValueError("publish best needs held_out_rows and keep_best of 1 or more, to tell and keep the best")
+        return self
 
 
 class CalibrateSettings(Section):

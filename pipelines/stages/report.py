@@ -36,7 +36,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     from pipelines.reporting.report import ReportInputs, build_report, conversation_summary, decoder_of, write_report
     from pipelines.stages.decode_events import read_split
     from pipelines.stages.regenerate import read_conversations
-    from pipelines.training.loop import LOG, read_log
+    from pipelines.training.log import LOG, read_log
     from storage.target_cache import TargetCache
 
     facts = examine_target(settings)

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,11 +27,33 @@ if TYPE_CHECKING:
     from pipelines.tracking import Tracker
 
 
+# Settings that decide how the work is split, written down and watched, and no step.
+HOW_AND_NOT_WHAT = (
+    "ranks",
+    "min_ranks",
+    "pack_budget",
+    "zero_stage",
+    "evaluate_every",
+    "checkpoint_every",
+    "checkpoint_in_background",
+    "keep_last",
+    "keep_best",
+    "log_every",
+    "max_failures",
+    "max_bad_steps",
+    "loader_workers",
+    "loader_bytes",
+    "local_copy",
+    "local_copy_bytes",
+    "gradient_checkpointing",
+    "compile",
+)
+
+
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
     """The drafter and everything that decides a step; not how the work is split."""
     facts = examine_target(settings)
-    split = {"ranks", "pack_budget", "zero_stage", "checkpoint_every", "keep_last", "log_every", "max_failures"}
-    train = settings.train.model_dump(mode="json", exclude=split | {"gradient_checkpointing"})
+    train = settings.train.model_dump(mode="json", exclude=set(HOW_AND_NOT_WHAT))
     return {
         "contract": facts.contract(settings, with_block=True),
         "drafter": settings.drafter.model_dump(mode="json"),
@@ -42,32 +65,41 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `checkpoints/`."""
-    from pipelines.training.loop import FINAL, LOG, TrainingTask, drafter_config, read_log, train_rank
+    from pipelines.training.log import LOG, read_log
+    from pipelines.training.loop import FINAL, train_rank
+    from pipelines.training.task import TrainingTask, drafter_config
     from storage.checkpoints import complete_checkpoints
     from storage.target_cache import TargetCache
 
-    if settings.drafter.algorithm == "eagle3":
-        raise UserError("drafter.algorithm=eagle3 can be decoded but not trained here yet; use dspark or dflash")
     facts = examine_target(settings)
     output = Path(run.directory.path("checkpoints"))
     cache = TargetCache.open(run.location("cache"))
     drafter_config(settings, facts)  # raises for settings that no drafter can have
     total = count_steps(settings, len(cache))
+    cpus = cpus_per_rank(settings)
     task = TrainingTask(
-        settings=settings, facts=facts, cache=run.location("cache"), output=str(output), total_steps=total
+        settings=settings,
+        facts=facts,
+        cache=run.location("cache"),
+        output=str(output),
+        total_steps=total,
+        threads=settings.cluster.threads_per_worker or max(1, int(cpus)),
     )
     complete = complete_checkpoints(output)
     start = complete[-1].step if complete else 0
     with (
         session(settings, str(output)),
-        reporter.task(f"training on {len(cache)} conversations", total, "steps", start) as shown,
+        reporter.task(
+            f"training on {len(cache) - settings.train.held_out_rows} conversations", total, "steps", start
+        ) as shown,
         _following(output / LOG, shown, run.tracker, start),
     ):
         _run(
             train_rank,
             {"task": task},
             num_workers=settings.train.ranks,
-            cpus_per_worker=settings.cluster.cpus_per_worker,
+            min_workers=settings.train.min_ranks,
+            cpus_per_worker=cpus,
             use_gpu=settings.cluster.gpus_per_worker > 0,
             max_failures=settings.train.max_failures,
             storage_path=str(output / "ray"),
@@ -89,12 +121,29 @@ def _run(*arguments: Any, **options: Any) -> None:
 
 
 def count_steps(settings: Settings, samples: int) -> int:
-    """Optimizer steps of the whole training."""
+    """Optimizer steps of the whole training on a cache of so many samples.
+
+    Raises UserError when all of them are held out.
+    """
     from storage.order import steps_per_epoch
 
     train = settings.train
-    steps = max(1, round(train.epochs * steps_per_epoch(samples, train.global_batch_size)))
+    if train.held_out_rows >= samples:
+        raise UserError(
+            f"train.held_out_rows={train.held_out_rows}, but the cache has {samples} conversations: leave some to "
+            "train on"
+        )
+    steps = max(1, round(train.epochs * steps_per_epoch(samples - train.held_out_rows, train.global_batch_size)))
     return steps if train.max_steps is None else min(steps, train.max_steps)
+
+
+def cpus_per_rank(settings: Settings) -> float:
+    """`cluster.cpus_per_worker`; on a cluster of this run's own no more than an equal share, so that the ranks fit."""
+    cluster = settings.cluster
+    if cluster.address is not None:
+        return cluster.cpus_per_worker
+    share = (cluster.num_cpus or os.cpu_count() or 1) / settings.train.ranks
+    return min(cluster.cpus_per_worker, int(share) if share >= 1 else share)
 
 
 def weights_identity(start: str) -> str:
@@ -113,7 +162,7 @@ def weights_identity(start: str) -> str:
 @contextmanager
 def _following(log: Path, task: Task, tracker: Tracker | None, start: int) -> Iterator[None]:
     """Show the newest line of the log every second, and hand new lines to the tracker."""
-    from pipelines.training.loop import read_log
+    from pipelines.training.log import read_log
 
     stop = threading.Event()
     tracked = start

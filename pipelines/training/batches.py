@@ -4,27 +4,24 @@
 2. Their anchors (`dspark.anchors`): drawn by (seed, epoch, sample), so the loss's normaliser is known now.
 3. Packs of at most a budget of work, as many for every rank, dealt by work.
 
-Nothing here reads a state; the loader does, ahead of need, in a thread of its own.
+Nothing here reads a state; `loader` does, ahead of need.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dspark.anchors import anchors_weight, draw_anchors, supervised_mask
-from dspark.packing import PackedBatch, Sample, pack, plan_packs
+from dspark.packing import plan_packs
 from storage.order import global_batches, position, steps_per_epoch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from storage.target_cache import TargetCache
 
 Spans = tuple[tuple[int, int], ...]
@@ -32,11 +29,13 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class SampleIndex:
-    """What is known of every row without its states."""
+    """What is known of samples without their states; `rows` and `shards` say where in the cache each of them is."""
 
     sample_ids: tuple[str, ...]
     lengths: tuple[int, ...]
     spans: tuple[Spans, ...]
+    rows: tuple[int, ...]
+    shards: tuple[int, ...]
 
     @classmethod
     def of(cls, cache: TargetCache) -> SampleIndex:
@@ -44,10 +43,33 @@ class SampleIndex:
         for index in range(len(cache)):
             flat = [int(edge) for edge in cache.raw_row(index)["spans"]]
             spans.append(tuple(zip(flat[::2], flat[1::2], strict=True)))
-        return cls(sample_ids=tuple(cache.sample_ids), lengths=tuple(int(n) for n in cache.lengths), spans=tuple(spans))
+        counts = cache.rows_per_shard
+        return cls(
+            sample_ids=tuple(cache.sample_ids),
+            lengths=tuple(int(n) for n in cache.lengths),
+            spans=tuple(spans),
+            rows=tuple(range(len(cache))),
+            shards=tuple(np.repeat(np.arange(len(counts)), counts).tolist()),
+        )
 
     def __len__(self) -> int:
         return len(self.sample_ids)
+
+    def subset(self, places: Sequence[int]) -> SampleIndex:
+        """The samples at these places, in this order."""
+        fields = ("sample_ids", "lengths", "spans", "rows", "shards")
+        return SampleIndex(**{name: tuple(getattr(self, name)[i] for i in places) for name in fields})
+
+    def held_out(self, count: int) -> tuple[SampleIndex, SampleIndex]:
+        """(samples to train on, `count` samples held out): the ids with the smallest hashes, whatever else is there."""
+        hashes = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in self.sample_ids]
+        order = sorted(range(len(self)), key=lambda place: hashes[place])
+        return self.subset(sorted(order[count:])), self.subset(sorted(order[:count]))
+
+    @property
+    def rows_per_shard(self) -> tuple[int, ...]:
+        """Samples in each shard that has any, in the cache's order."""
+        return tuple(np.unique(self.shards, return_counts=True)[1].tolist())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +103,7 @@ class StepPlan:
     position_decay: float
     pack_budget: int
     total_steps: int
+    shuffle_window: int | None = None  # shards that a shuffle mixes; None: all of them
 
     @property
     def steps_in_epoch(self) -> int:
@@ -89,18 +112,10 @@ class StepPlan:
     def step(self, number: int, *, rank: int = 0, ranks: int = 1) -> Step:
         """What `rank` of `ranks` does in the 0-based step. Every rank gets the same number of packs."""
         epoch, place = position(number, self.steps_in_epoch)
-        rows = [int(row) for row in _batches(len(self.index), self.global_batch_size, self.seed, epoch)[place]]
+        rows = [int(row) for row in self._batches(epoch)[place]]
         anchors, weight = [], 0.0
         for row in rows:
-            mask = supervised_mask(self.index.spans[row], self.index.lengths[row])
-            chosen = draw_anchors(
-                mask,
-                self.num_anchors,
-                seed=self.seed,
-                epoch=epoch,
-                sample_id=self.index.sample_ids[row],
-                rule=self.anchor_rule,  # type: ignore[arg-type]
-            )
+            mask, chosen = self._draw(row, epoch)
             anchors.append(chosen)
             if len(chosen):
                 weight += anchors_weight(mask, chosen, self.block_size, self.position_decay)
@@ -112,90 +127,33 @@ class StepPlan:
             ranks=ranks,
         )
         mine = [
-            Pack(rows=tuple(rows[i] for i in members), anchors=tuple(anchors[i] for i in members))
+            Pack(rows=tuple(self.index.rows[rows[i]] for i in members), anchors=tuple(anchors[i] for i in members))
             for members in planned[rank::ranks]
         ]
         return Step(number=number, epoch=epoch, normalizer=weight, packs=tuple(mine))
 
+    def smallest_pack(self) -> Pack:
+        """The first block of the shortest sample that has any. ValueError if none has."""
+        for row in np.argsort(self.index.lengths, kind="stable").tolist():
+            _, chosen = self._draw(row, 0)
+            if len(chosen):
+                return Pack(rows=(self.index.rows[row],), anchors=(chosen[:1],))
+        raise ValueError("no sample has a position where a block may start: nothing is supervised")
+
+    def _draw(self, row: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """A sample's supervision mask and the anchors of this epoch."""
+        mask = supervised_mask(self.index.spans[row], self.index.lengths[row])
+        name, rule = self.index.sample_ids[row], self.anchor_rule
+        chosen = draw_anchors(mask, self.num_anchors, seed=self.seed, epoch=epoch, sample_id=name, rule=rule)  # type: ignore[arg-type]
+        return mask, chosen
+
+    def _batches(self, epoch: int) -> list[np.ndarray]:
+        shards = None if self.shuffle_window is None else self.index.rows_per_shard
+        return _global_batches(len(self.index), self.global_batch_size, self.seed, epoch, shards, self.shuffle_window)
+
 
 @lru_cache(maxsize=4)
-def _batches(samples: int, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-    return global_batches(samples, batch_size, seed=seed, epoch=epoch)
-
-
-class Loader:
-    """Packed batches of the steps to come, decoded in a thread, at most `ahead` steps before they are needed.
-
-    `log_normalizers` [P] of last states [P, d], where it is given, is asked once a row and remembered for later epochs.
-    """
-
-    def __init__(
-        self,
-        cache: TargetCache,
-        plan: StepPlan,
-        *,
-        first: int,
-        rank: int,
-        ranks: int,
-        dtype: Any,
-        ahead: int = 2,
-        log_normalizers: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        self._cache, self._plan, self._dtype = cache, plan, dtype
-        self._log_normalizers = log_normalizers
-        self._known: dict[int, Tensor] = {}
-        self._range = range(first, plan.total_steps)
-        self._rank, self._ranks = rank, ranks
-        self._queue: queue.Queue[Any] = queue.Queue(maxsize=ahead)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._fill, name="loader", daemon=True)
-
-    def __iter__(self) -> Iterator[tuple[Step, list[PackedBatch | None]]]:
-        """(step, its packed batches); None stands for an empty pack: its rank takes the step with a zero loss."""
-        self._thread.start()
-        try:
-            for _ in self._range:
-                item = self._queue.get()
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-        finally:
-            self._stop.set()
-
-    def _fill(self) -> None:
-        try:
-            for number in self._range:
-                step = self._plan.step(number, rank=self._rank, ranks=self._ranks)
-                self._put((step, [self._load(planned) for planned in step.packs]))
-                if self._stop.is_set():
-                    return
-        except BaseException as error:  # handed to the consumer, which raises it
-            self._put(error)
-
-    def _put(self, item: Any) -> None:
-        while not self._stop.is_set():
-            try:
-                self._queue.put(item, timeout=0.5)
-                return
-            except queue.Full:
-                continue
-
-    def _load(self, planned: Pack) -> PackedBatch | None:
-        if not planned.rows:
-            return None
-        samples = [self._sample(row) for row in planned.rows]
-        return pack(samples, planned.anchors, self._plan.block_size)
-
-    def _sample(self, row: int) -> Sample:
-        stored = self._cache.row(row, dtype=self._dtype)
-        if self._log_normalizers is not None and row not in self._known:
-            self._known[row] = self._log_normalizers(stored.last_states)
-        return Sample(
-            sample_id=stored.sample_id,
-            input_ids=stored.input_ids,
-            spans=stored.spans,
-            features=stored.features,
-            teacher_positions=stored.teacher_positions,
-            last_states=stored.last_states,
-            log_normalizers=self._known.get(row),
-        )
+def _global_batches(
+    samples: int, batch_size: int, seed: int, epoch: int, shards: tuple[int, ...] | None, window: int | None
+) -> list[np.ndarray]:
+    return global_batches(samples, batch_size, seed=seed, epoch=epoch, rows_per_shard=shards, window=window)

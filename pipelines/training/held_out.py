@@ -1,0 +1,56 @@
+"""Evaluation on conversations of the cache that are not trained on: always the same blocks of the same samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from dspark.losses import add_sums, metrics_of
+from pipelines.training.log import HELD_OUT, JsonLines, over_ranks
+from pipelines.training.task import step_plan
+
+if TYPE_CHECKING:
+    from cluster.engine import TrainEngine
+    from pipelines.training.batches import SampleIndex
+    from pipelines.training.loader import Loader
+    from pipelines.training.task import TrainingTask
+
+
+class HeldOut:
+    """Losses, expected accepted length and confidence errors of the held-out conversations, in `held-out.jsonl`."""
+
+    def __init__(self, task: TrainingTask, engine: TrainEngine, loader: Loader, index: SampleIndex, first: int) -> None:
+        plan = replace(step_plan(task.settings, index, 1), global_batch_size=len(index), shuffle_window=None)
+        self._step = plan.step(0, rank=engine.rank, ranks=engine.world_size)
+        if not self._step.normalizer:
+            raise ValueError(
+                f"none of the {len(index)} held-out conversations has a position where a block may start: raise "
+                "train.held_out_rows, or set it to 0"
+            )
+        self._engine, self._loader, self._every = engine, loader, task.settings.train.evaluate_every
+        self._log = JsonLines(Path(task.output) / HELD_OUT, first) if engine.rank == 0 else None
+
+    def is_due(self, done: int, saving: bool, final: bool) -> bool:
+        """Whether to evaluate after so many steps: at every checkpoint, or at each multiple of `evaluate_every`."""
+        return final or (saving if self._every is None else done % self._every == 0)
+
+    @torch.no_grad()
+    def evaluate(self, done: int) -> float:
+        """Evaluate and write a line; the expected accepted length, by which the best checkpoint is kept."""
+        sums, loss = {"loss": 0.0}, 0.0
+        for planned in self._step.packs:
+            if planned.rows:
+                batch = self._loader.now(planned).to(self._engine.device)
+                part, found = self._engine.deepspeed(batch, self._step.normalizer)
+                loss += float(part)
+                sums = add_sums(sums, found)
+            elif self._engine.settings.zero_stage == 3:
+                self._engine.deepspeed(self._loader.stand_in().to(self._engine.device), 1.0)
+        sums = over_ranks({**sums, "loss": loss})
+        metrics = metrics_of({key: value for key, value in sums.items() if key != "loss"})
+        if self._log is not None:
+            self._log.write({"step": done, "loss": sums["loss"], **metrics})
+        return metrics["tau_probabilistic"]

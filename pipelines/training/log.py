@@ -1,0 +1,110 @@
+"""The training log: one JSON line for every so many steps, without gaps or repeats however often training resumes."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import distributed
+
+from cluster.engine import StepResult
+from dspark.losses import add_sums, metrics_of
+
+LOG, HELD_OUT = "log.jsonl", "held-out.jsonl"
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What the next line of the log tells, and counts over the whole training; one rank's share of it.
+
+    Checkpoints keep it, so that a training resumed between two lines writes the line of an undisturbed one.
+    """
+
+    skipped_steps: int = 0  # over the whole training, as on every rank
+    bad_in_a_row: int = 0
+    steps: int = 0  # since the last line, as everything below
+    seconds: float = 0.0
+    waited: float = 0.0  # seconds that the loop waited for the loader
+    finite_steps: int = 0
+    loss: float = 0.0  # summed over the finite steps, each already over all ranks
+    sums: dict[str, float] = field(default_factory=dict)
+
+    def count(self, loss: float, sums: dict[str, float], *, finite: bool, seconds: float, waited: float) -> None:
+        """One more step; what a skipped one computed is left out of the sums."""
+        self.steps += 1
+        self.seconds += seconds
+        self.waited += waited
+        self.skipped_steps += not finite
+        self.bad_in_a_row = 0 if finite else self.bad_in_a_row + 1
+        if finite:
+            self.finite_steps += 1
+            self.loss += loss
+            self.sums = add_sums(self.sums, sums)
+
+    def next_line(self) -> Tally:
+        """An empty tally for the line after this one."""
+        return Tally(skipped_steps=self.skipped_steps, bad_in_a_row=self.bad_in_a_row)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class JsonLines:
+    """A file of JSON lines, each with a `step`. A resumed training drops the lines that it will write again."""
+
+    def __init__(self, path: Path, first: int) -> None:
+        self._path = path
+        kept = [line for line in read_log(path) if line["step"] <= first]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        temporary.replace(path)
+
+    def write(self, line: dict[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def train_line(step: int, epoch: int, tally: Tally, result: StepResult, memory_bytes: float) -> dict[str, Any]:
+    """A line of the log. `tally.sums` are over all ranks; the last step's learning rate and gradient norm."""
+    sums = tally.sums
+    metrics = metrics_of(sums) if sums.get("weight") else {}
+    seconds = max(tally.seconds, 1e-9)
+    return {
+        "step": step,
+        "epoch": epoch,
+        "loss": tally.loss / tally.finite_steps if tally.finite_steps else None,
+        **metrics,
+        "learning_rate": result.learning_rate,
+        "gradient_norm": result.gradient_norm if math.isfinite(result.gradient_norm) else None,
+        "skipped_steps": tally.skipped_steps,
+        "slots_per_second": sums.get("slots", 0.0) / seconds,
+        "tokens_per_second": sums.get("context_tokens", 0.0) / seconds,
+        "anchors": sums.get("blocks", 0.0),
+        "seconds_per_step": tally.seconds / max(tally.steps, 1),
+        "loader_wait_share": tally.waited / seconds,
+        "memory_bytes": memory_bytes,
+    }
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a training log; a line cut off by a kill is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text().split("\n")[:-1]:
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            break
+    return lines
+
+
+def over_ranks(sums: dict[str, float]) -> dict[str, float]:
+    """Each value added up over all ranks."""
+    parts: list[dict[str, float]] = [{} for _ in range(distributed.get_world_size())]
+    distributed.all_gather_object(parts, sums)
+    keys = {key: None for part in parts for key in part}
+    return {key: math.fsum(part.get(key, 0.0) for part in parts) for key in keys}

@@ -1,0 +1,109 @@
+"""What is trained: the drafter with the target's frozen embedding and head, and its loss as one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dspark.bigrams import bigram_counts
+from dspark.draft_vocabulary import most_frequent_tokens
+from dspark.losses import LossConfig, fused_loss, output_head_of
+from dspark.output_head import OutputHead, log_normalizers
+from dspark.packing import PackedBatch
+from dspark.starting_weights import build_drafter
+from pipelines.stages.workers import open_target
+from pipelines.training.task import TrainingTask, drafter_config
+from storage.target_cache import TargetCache
+
+if TYPE_CHECKING:
+    from dspark.drafter import Drafter
+
+BIGRAM_ROWS = 20_000  # rows whose token statistics choose the draft vocabulary and start the Markov head
+
+
+class BlockLoss(nn.Module):
+    """The drafter with its loss as one forward pass, which is what DeepSpeed wraps."""
+
+    def __init__(self, drafter: Drafter, config: LossConfig) -> None:
+        super().__init__()
+        self.drafter, self.config = drafter, config
+        self._head: OutputHead | None = None
+
+    def take_head(self) -> None:
+        """Read the frozen head for good: once the engine has given the parameters their dtype, while they are whole.
+
+        At ZeRO stage 3 this is the copy that spares every pack the gathering of the largest tensor there is.
+        """
+        head = output_head_of(self.drafter)
+        if hasattr(self.drafter.lm_head.weight, "ds_id"):
+            weight = head.weight.clone()
+            draft = weight if head.draft_token_ids is None else head.draft_weight
+            head = replace(head, weight=weight, draft_weight=draft)
+        self._head = head
+
+    def teacher_normalizers(self) -> Callable[[Tensor], Tensor] | None:
+        """The teacher's normaliser over the whole vocabulary, worth remembering where the drafter's is smaller.
+
+        On a CPU only: elsewhere the loader would compete with it for what the device does at once.
+        """
+        if self.drafter.draft_token_ids is None or self.drafter.device.type != "cpu":
+            return None
+        assert self._head is not None
+        return partial(log_normalizers, head=self._head)
+
+    def forward(self, batch: PackedBatch, normalizer: float) -> tuple[Tensor, dict[str, float]]:
+        states = self.drafter.block_states(batch)
+        result = fused_loss(self.drafter, states, batch, self.config, normalizer=normalizer, head=self._head)
+        return result.loss, result.sums
+
+
+def make_drafter(task: TrainingTask, cache: TargetCache) -> Drafter:
+    """The drafter that the settings ask for, with its starting weights."""
+    settings = task.settings
+    config = drafter_config(settings, task.facts)
+    target = open_target(settings, task.facts)
+    previous, following = _supervised_pairs(cache)
+    drafted = None
+    if config.draft_vocab_size is not None:
+        counts = torch.bincount(following, minlength=config.vocab_size)
+        drafted = most_frequent_tokens(counts, config.draft_vocab_size, always=task.facts.stop_token_ids)
+    return build_drafter(
+        config,
+        target,
+        start=settings.drafter.initial_weights,
+        seed=settings.run.seed,
+        draft_token_ids=drafted,
+        bigrams=bigram_counts(previous, following, config.vocab_size),
+    )
+
+
+def parameter_groups(module: BlockLoss, layer_decay: float) -> list[dict[str, Any]]:
+    """Optimizer groups whose learning rate falls by `layer_decay` a layer from the heads down to the projection `fc`.
+
+    A warm start keeps what the lower layers know: they move least. 1 makes one group.
+    """
+    depth = len(module.drafter.layers) + 1
+    levels: dict[int, list[nn.Parameter]] = {}
+    for name, parameter in module.drafter.named_parameters():
+        part, *rest = name.split(".")
+        level = int(rest[0]) + 1 if part == "layers" else 0 if part in ("fc", "hidden_norm") else depth
+        levels.setdefault(0 if layer_decay == 1 else depth - level, []).append(parameter)
+    return [{"params": members, "lr_scale": layer_decay**below} for below, members in sorted(levels.items())]
+
+
+def _supervised_pairs(cache: TargetCache) -> tuple[Tensor, Tensor]:
+    """Every supervised token of the cache with the token before it: two tensors [E]."""
+    previous, following = [], []
+    for index in range(min(len(cache), BIGRAM_ROWS)):
+        row = cache.raw_row(index)
+        ids, edges = torch.as_tensor(row["input_ids"]).long(), [int(edge) for edge in row["spans"]]
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            first = max(start, 1)
+            previous.append(ids[first - 1 : end - 1])
+            following.append(ids[first:end])
+    return torch.cat(previous), torch.cat(following)

@@ -1,0 +1,84 @@
+"""What a rank of the training group is told, and what its settings become: drafter, engine, steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.engine_settings import DeepSpeedSettings
+from dspark.config import DrafterConfig
+from pipelines.settings import Settings
+from pipelines.target_facts import TargetFacts
+from pipelines.training.batches import SampleIndex, StepPlan
+from storage.target_cache import TargetCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingTask:
+    """What a rank needs; picklable."""
+
+    settings: Settings
+    facts: TargetFacts
+    cache: str
+    output: str
+    total_steps: int
+    threads: int  # of torch, in each rank
+
+    def open_cache(self) -> TargetCache:
+        """The cache; shards of a remote one come through the bounded local copy."""
+        train = self.settings.train
+        return TargetCache.open(self.cache, local_copy=train.local_copy, local_copy_bytes=train.local_copy_bytes)
+
+
+def drafter_config(settings: Settings, facts: TargetFacts) -> DrafterConfig:
+    """The drafter that these settings ask for, for this target."""
+    wanted = settings.drafter
+    plain = wanted.algorithm != "dspark"
+    steps = {"ttt_length": wanted.ttt_length, "step_loss_decay": wanted.step_loss_decay}
+    return DrafterConfig.for_target(
+        facts.text_config,
+        mask_token_id=facts.mask_token_id,
+        algorithm=wanted.algorithm,
+        target_layer_ids=facts.target_layer_ids,
+        num_draft_layers=wanted.num_draft_layers,
+        block_size=wanted.draft_tokens,
+        block_layout=wanted.block_layout,
+        num_anchors=settings.train.num_anchors,
+        markov_rank=0 if plain else wanted.markov_rank,
+        markov_head_type=None if plain else wanted.markov_head_type,
+        enable_confidence_head=not plain and wanted.enable_confidence_head,
+        confidence_head_with_markov=not plain and wanted.confidence_head_with_markov,
+        draft_vocab_size=wanted.draft_vocab_size,
+        **(steps if wanted.algorithm == "eagle3" else {}),
+    )
+
+
+def engine_settings(settings: Settings) -> DeepSpeedSettings:
+    train = settings.train
+    return DeepSpeedSettings(
+        learning_rate=train.learning_rate,
+        warmup_ratio=train.warmup_ratio,
+        schedule=train.schedule,
+        optimizer=train.optimizer,
+        weight_decay=train.weight_decay,
+        clip=train.clip,
+        precision="bf16" if train.precision == "bfloat16" else "fp32",
+        accumulate_fp32=train.accumulate_float32,
+        zero_stage=train.zero_stage,
+        overrides=train.deepspeed,
+    )
+
+
+def step_plan(settings: Settings, index: SampleIndex, total_steps: int) -> StepPlan:
+    train = settings.train
+    return StepPlan(
+        index=index,
+        seed=settings.run.seed,
+        global_batch_size=train.global_batch_size,
+        num_anchors=train.num_anchors,
+        anchor_rule=train.anchor_rule,
+        block_size=settings.drafter.draft_tokens,
+        position_decay=train.loss.position_decay,
+        pack_budget=train.pack_budget,
+        total_steps=total_steps,
+        shuffle_window=train.shuffle_window,
+    )
