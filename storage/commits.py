@@ -15,6 +15,8 @@ from functools import lru_cache
 from os import PathLike
 from typing import Any
 
+import numpy as np
+
 from storage.codecs import dump_codec, fit_codec, load_codec
 from storage.filesystems import Folder, StorageFull
 from storage.identity import require_same
@@ -25,6 +27,7 @@ from storage.shards import NonFiniteState, encode_row, write_shard
 MANIFEST, SAMPLES, COMPLETE = "manifest.json", "samples.arrow", "COMPLETE.json"
 STATE, DATASET_INFO = "state.json", "dataset_info.json"
 Root = str | PathLike[str]
+EncodedRow = Mapping[str, Any]  # the columns of a shard's row
 
 
 def shard_name(unit: int) -> str:
@@ -62,6 +65,7 @@ def create_or_resume(root: Root, plan: CachePlan, codecs: Codecs | Callable[[], 
         if stray or folder.exists(COMPLETE):
             raise CacheCorrupt(f"{folder} holds shards but no {MANIFEST}; restore it, or choose another folder")
         _create(folder, plan, _codecs_for(plan, codecs))
+        require_room(open_folder(folder), set(), plan.max_bytes)
         return set()
     folder.remove_dead_temporaries()
     opened = open_folder(folder)
@@ -71,7 +75,9 @@ def create_or_resume(root: Root, plan: CachePlan, codecs: Codecs | Callable[[], 
         what=f"the cache in {folder}",
         cure="Use the settings it was made with, or give another folder for the new cache.",
     )
-    return set(committed_units(opened))
+    done = set(committed_units(opened))
+    require_room(opened, done, plan.max_bytes)
+    return done
 
 
 def _codecs_for(plan: CachePlan, codecs: Codecs | Callable[[], Codecs] | None) -> Codecs:
@@ -114,8 +120,8 @@ def _create(folder: Folder, plan: CachePlan, codecs: Codecs) -> None:
         "codecs": described,
         "samples": {"file": SAMPLES, "sha256": hashlib.sha256(samples).hexdigest()},
         "units": len(plan.units),
-        "max_bytes": plan.max_bytes,
         "skipped": {reason: list(ids) for reason, ids in plan.skipped.items()},
+        "shortened": list(plan.shortened),
     }
     folder.write(MANIFEST, seal(manifest))
 
@@ -178,11 +184,20 @@ def committed_units(opened: Opened) -> dict[int, dict[str, Any]]:
     return found
 
 
-def write_unit(root: Root, unit: int, rows: Iterable[CacheRow], codecs: Codecs | None = None) -> dict[str, Any]:
+def write_unit(
+    root: Root,
+    unit: int,
+    rows: Iterable[CacheRow | EncodedRow],
+    codecs: Codecs | None = None,
+    *,
+    max_bytes: int | None = None,
+) -> dict[str, Any]:
     """Encode, write and commit one unit; returns its commit record. A unit that is committed already is left alone.
 
-    The rows must be the plan's samples of that unit in order. NonFiniteState and ValueError name unit and sample;
-    StorageFull says what ran out. After any error nothing of the unit is visible.
+    The rows must be the plan's samples of that unit in order; columns that `encode_row` (or `TargetCache.raw_row` of a
+    cache with the same codecs) made are written as they are. The shards together may not grow beyond `max_bytes`.
+    NonFiniteState and ValueError name unit and sample; StorageFull says what ran out. After any error nothing of the
+    unit is visible.
     """
     folder = Folder(root)
     if not folder.exists(MANIFEST):
@@ -195,14 +210,18 @@ def write_unit(root: Root, unit: int, rows: Iterable[CacheRow], codecs: Codecs |
         if committed is not None:
             return committed
     use = codecs or opened.codecs
-    _check_space(opened, unit, use)
+    _require(opened, estimate_unit(opened, unit, use), max_bytes, f"unit {unit}")
     scope = opened.manifest["fields"]["teacher_scope"]
     metadata = {"format": FORMAT, "version": str(VERSION), "identity": opened.manifest["identity"], "unit": str(unit)}
     try:
-        encoded = (encode_row(row, use, scope=scope) for row in _in_order(opened, unit, rows))
+        encoded = (
+            row if isinstance(row, Mapping) else encode_row(row, use, scope=scope)
+            for row in _in_order(opened, unit, rows)
+        )
         with folder.writer(shard_name(unit)) as stream:
             written = write_shard(stream, encoded, metadata)
             _check_written(stream, written, folder.describe(shard_name(unit)))
+            _require(opened, 0 if folder.is_local else written["bytes"], max_bytes, f"unit {unit}")
     except NonFiniteState as error:
         raise NonFiniteState(f"unit {unit} of {folder}: {error}") from error
     record = {"unit": unit, "shard": shard_name(unit), "manifest_sha256": opened.manifest_sha256, **written}
@@ -220,39 +239,58 @@ def committed_units_of(opened: Opened, unit: int) -> dict[str, Any] | None:
         return None
 
 
-def _in_order(opened: Opened, unit: int, rows: Iterable[CacheRow]) -> Iterator[CacheRow]:
+def _in_order(opened: Opened, unit: int, rows: Iterable[CacheRow | EncodedRow]) -> Iterator[CacheRow | EncodedRow]:
     start, stop = int(opened.samples.starts[unit]), int(opened.samples.starts[unit + 1])
     place = start
     for row in rows:
         expected = (opened.samples.sample_ids[place], int(opened.samples.lengths[place])) if place < stop else None
-        if expected != (row.sample_id, len(row.input_ids)):
+        if isinstance(row, Mapping):
+            given, spans = (row["sample_id"], len(row["input_ids"])), row["spans"]
+        else:
+            given, spans = (row.sample_id, len(row.input_ids)), row.spans
+        if given != expected:
             raise ValueError(
-                f"unit {unit}, row {place - start}: got sample {row.sample_id!r} of {len(row.input_ids)} tokens, "
+                f"unit {unit}, row {place - start}: got sample {given[0]!r} of {given[1]} tokens, "
                 f"the plan has {expected or 'no further row'}"
             )
+        planned = opened.samples.spans(place)
+        if planned is not None and np.asarray(spans).reshape(-1, 2).tolist() != [list(span) for span in planned]:
+            raise ValueError(f"unit {unit}, row {place - start} ({given[0]!r}): its spans are not the plan's {planned}")
         place += 1
         yield row
     if place != stop:
         raise ValueError(f"unit {unit}: {place - start} rows given, the plan has {stop - start}")
 
 
-def _check_space(opened: Opened, unit: int, codecs: Codecs) -> None:
-    start, stop = opened.samples.starts[unit : unit + 2]
-    tokens = int(opened.samples.lengths[start:stop].sum())
-    needed = codecs.estimate_bytes(tokens, tokens) + 8 * tokens
+def estimate_unit(opened: Opened, unit: int, codecs: Codecs | None = None) -> int:
+    """Bytes that the unit's shard will have, by the rates measured when the codecs were fitted."""
+    start, stop = (int(row) for row in opened.samples.starts[unit : unit + 2])
+    tokens = int(opened.samples.lengths[start:stop].sum(dtype=np.int64))
+    scope = opened.manifest["fields"]["teacher_scope"]
+    teacher = opened.samples.teacher_tokens(start, stop, scope)
+    return (codecs or opened.codecs).estimate_bytes(tokens, teacher, stop - start)
+
+
+def require_room(opened: Opened, done: set[int], max_bytes: int | None) -> None:
+    """StorageFull unless all units that are not `done` will fit, into the free space and under max_bytes."""
+    needed = sum(estimate_unit(opened, unit) for unit in range(opened.units) if unit not in done)
+    if needed:
+        _require(opened, needed, max_bytes, "the cache")
+
+
+def _require(opened: Opened, needed: int, max_bytes: int | None, what: str) -> None:
     free = opened.folder.free_bytes()
     if free is not None and free < needed:
         raise StorageFull(
-            f"unit {unit} needs about {needed:,} bytes, {free:,} are free in {opened.folder}: free some space and "
-            "start again; what is committed stays"
+            f"{what} needs about {needed:,} bytes more, {free:,} are free in {opened.folder}: free some space and "
+            "start again, or choose a smaller codec; what is committed stays"
         )
-    limit = opened.manifest["max_bytes"]
-    if limit is not None:
-        used = sum(size for name, size in opened.folder.files("shards").items() if name.endswith(".arrow"))
-        if used + needed > limit:
+    if max_bytes is not None:
+        used = sum(opened.folder.files("shards").values())  # those that others are writing included
+        if used + needed > max_bytes:
             raise StorageFull(
-                f"unit {unit} would take the cache from {used:,} to about {used + needed:,} bytes, above max_bytes = "
-                f"{limit:,}: raise max_bytes, choose a smaller codec, or cache fewer conversations"
+                f"{what} needs about {needed:,} bytes more, which takes the shards from {used:,} above max_bytes = "
+                f"{max_bytes:,}: raise max_bytes, choose a smaller codec, or cache fewer conversations"
             )
 
 

@@ -13,10 +13,14 @@ import pyarrow as pa
 from storage.codecs import CodecSpec
 from storage.codecs.base import Codec
 from storage.identity import identity_of, plain
+from storage.records import check_spans
+
+Spans = Sequence[tuple[int, int]]
 
 FORMAT = "dspark-target-cache"
 VERSION = 1
 DEFAULT_UNIT_TOKENS = 65_536
+ROW_BYTES = 200  # of a row beside its states and token ids: id, spans, the JSON of `extra`, checksum, Arrow's offsets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +28,10 @@ class CachePlan:
     """The cache to build.
 
     `contract`: how states and blocks are to be read (the caller's value object as a dict). `inputs`: whatever else the
-    content depends on (identity of the conversations, capture dtype, seeds). `samples`: (sample id, tokens) in order.
-    `skipped`: sample ids left out, by reason. `max_bytes`: the shards may not grow beyond it.
+    content depends on (identity of the conversations, capture dtype, seeds). `samples`: (sample id, tokens) in order,
+    `spans` their supervised spans where they are known beforehand: then sizes are estimated exactly, rows must have
+    just these, and a reader knows them without opening a shard. `skipped`: sample ids left out, by reason; `shortened`:
+    those cut to a length limit. `max_bytes`: the shards may not grow beyond it.
     """
 
     contract: Mapping[str, Any]
@@ -37,7 +43,9 @@ class CachePlan:
     teacher_scope: Literal["supervised", "all"] = "supervised"
     unit_tokens: int = DEFAULT_UNIT_TOKENS
     inputs: Mapping[str, Any] = field(default_factory=dict)
+    spans: Sequence[Spans] | None = None
     skipped: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    shortened: Sequence[str] = ()
     max_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -53,6 +61,9 @@ class CachePlan:
                     f"sample {sample_id!r} has {length} tokens; leave empty rows out and list them as skipped"
                 )
             seen.add(sample_id)
+        if self.spans is not None:
+            for (sample_id, length), spans in zip(self.samples, self.spans, strict=True):
+                check_spans(spans, length, sample_id)
 
     @property
     def units(self) -> list[tuple[int, int]]:
@@ -80,6 +91,7 @@ class CachePlan:
                     "count": len(self.samples),
                     "tokens": self.tokens,
                     "order_sha256": order_hash(self.samples),
+                    "spans_sha256": None if self.spans is None else spans_hash(self.spans),
                 },
             }
         )
@@ -96,9 +108,9 @@ class Codecs:
     features: Codec
     teacher: Codec | None
 
-    def estimate_bytes(self, tokens: int, teacher_tokens: int) -> int:
-        """Bytes of states for so many tokens, by the rates measured when the codecs were fitted (raw size if never)."""
-        size = tokens * _bytes_per_token(self.features)
+    def estimate_bytes(self, tokens: int, teacher_tokens: int, rows: int) -> int:
+        """Bytes of a shard's rows, by the rates measured when the codecs were fitted (raw size if never)."""
+        size = tokens * (_bytes_per_token(self.features) + 4) + rows * ROW_BYTES
         if self.teacher is not None:
             size += teacher_tokens * _bytes_per_token(self.teacher)
         return round(size)
@@ -131,16 +143,26 @@ def order_hash(samples: Sequence[tuple[str, int]]) -> str:
     return digest.hexdigest()
 
 
+def spans_hash(spans: Sequence[Spans]) -> str:
+    """SHA-256 over the samples' spans in order: "start-end,start-end" and a newline for each."""
+    digest = hashlib.sha256()
+    for of_sample in spans:
+        digest.update((",".join(f"{start}-{end}" for start, end in of_sample) + "\n").encode())
+    return digest.hexdigest()
+
+
 def write_samples(plan: CachePlan) -> bytes:
-    """`samples.arrow`: an IPC stream with sample_id, length and unit."""
+    """`samples.arrow`: an IPC stream with sample_id, length and unit, and spans where the plan has them."""
     units = np.repeat(np.arange(len(plan.units), dtype=np.int32), [stop - start for start, stop in plan.units])
-    table = pa.table(
-        {
-            "sample_id": pa.array([sample_id for sample_id, _ in plan.samples], pa.string()),
-            "length": pa.array([length for _, length in plan.samples], pa.int32()),
-            "unit": pa.array(units, pa.int32()),
-        }
-    )
+    columns = {
+        "sample_id": pa.array([sample_id for sample_id, _ in plan.samples], pa.string()),
+        "length": pa.array([length for _, length in plan.samples], pa.int32()),
+        "unit": pa.array(units, pa.int32()),
+    }
+    if plan.spans is not None:
+        flat = [[int(edge) for span in spans for edge in span] for spans in plan.spans]
+        columns["spans"] = pa.array(flat, pa.list_(pa.int32()))
+    table = pa.table(columns)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -149,18 +171,48 @@ def write_samples(plan: CachePlan) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleIndex:
-    """Which sample is which row: ids, lengths [N] int32, and `starts` [units + 1], the first row of each unit."""
+    """Which sample is which row: ids, lengths [N] int32, `starts` [units + 1], the first row of each unit.
+
+    `edges` holds the spans' edges of all rows back to back and `edge_starts` [N + 1] where each row's begin; None where
+    the plan did not know them.
+    """
 
     sample_ids: list[str]
     lengths: np.ndarray
     starts: np.ndarray
+    edges: np.ndarray | None = None
+    edge_starts: np.ndarray | None = None
 
     @classmethod
     def parse(cls, data: bytes) -> SampleIndex:
         table = pa.ipc.open_stream(data).read_all()
         units = table["unit"].to_numpy()
         starts = np.searchsorted(units, np.arange(int(units[-1]) + 2))
-        return cls(sample_ids=table["sample_id"].to_pylist(), lengths=table["length"].to_numpy(), starts=starts)
+        edges = edge_starts = None
+        if "spans" in table.column_names:
+            spans = table["spans"].combine_chunks()
+            edges, edge_starts = spans.values.to_numpy(), spans.offsets.to_numpy()
+        return cls(
+            sample_ids=table["sample_id"].to_pylist(),
+            lengths=table["length"].to_numpy(),
+            starts=starts,
+            edges=edges,
+            edge_starts=edge_starts,
+        )
+
+    def spans(self, row: int) -> Spans | None:
+        """The row's supervised spans, if the plan knew them."""
+        if self.edges is None or self.edge_starts is None:
+            return None
+        flat = self.edges[self.edge_starts[row] : self.edge_starts[row + 1]].tolist()
+        return tuple(zip(flat[::2], flat[1::2], strict=True))
+
+    def teacher_tokens(self, start: int, stop: int, scope: str) -> int:
+        """Teacher positions of the rows start..stop-1; one for every token where spans are not known."""
+        if scope == "all" or self.edges is None:
+            return int(self.lengths[start:stop].sum(dtype=np.int64))
+        edges = self.edges[self.edge_starts[start] : self.edge_starts[stop]].reshape(-1, 2)  # type: ignore[index]
+        return int((edges[:, 1] - 1 - np.maximum(edges[:, 0] - 1, 0)).sum())
 
     def locate(self, row: int) -> tuple[int, int]:
         """(unit, row within it)."""

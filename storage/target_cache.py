@@ -33,7 +33,7 @@ from storage.local_copy import LocalCopy
 from storage.plan import CachePlan, Codecs, plan_units
 from storage.read_ahead import ReadAhead
 from storage.records import CacheCorrupt, CacheRow, StoredRow, unseal
-from storage.shards import NonFiniteState, ShardReader, checksum_of, decode_row
+from storage.shards import NonFiniteState, ShardReader, checksum_of, decode_row, encode_row
 from storage.verify import Problem, verify
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "StoredRow",
     "TargetCache",
     "create_or_resume",
+    "encode_row",
     "finish",
     "fit_codec",
     "is_finished",
@@ -162,6 +163,13 @@ class TargetCache:
     def sample_ids(self) -> list[str]:
         ids = self._opened.samples.sample_ids
         return ids if len(self._rows) == len(ids) else [ids[row] for row in self._rows]
+
+    def spans(self, index: int) -> tuple[tuple[int, int], ...]:
+        """The row's supervised spans: from the sample list, or from the row where the builder did not know them."""
+        known = self._opened.samples.spans(int(self._rows[index]))
+        if known is None:
+            known = [(int(start), int(end)) for start, end in self.raw_row(index)["spans"].reshape(-1, 2)]
+        return tuple(known)
 
     @property
     def rows_per_shard(self) -> list[int]:
@@ -295,6 +303,7 @@ class TargetCache:
             "contract": self.contract,
             "units": {"committed": len(records), "planned": self.manifest["units"]},
             "skipped": {reason: len(ids) for reason, ids in self.manifest["skipped"].items()},
+            "shortened": len(self.manifest.get("shortened", ())),
             "notes": (self.complete or {}).get("notes", {}),
         }
         if corpus_tokens is not None:

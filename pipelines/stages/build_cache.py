@@ -11,19 +11,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipelines.data.chat import generated_sample
 from pipelines.errors import UserError
 from pipelines.settings import Settings
+from pipelines.stages.capture import CaptureUnit, CaptureWorker, Conversation, FitUnit
 from pipelines.stages.regenerate import read_conversations
-from pipelines.stages.workers import on_pool, open_target, session
+from pipelines.stages.workers import on_pool, session
 from pipelines.target_facts import TargetFacts, examine_target
 from storage.filesystems import Folder
-from storage.target_cache import CachePlan, CacheRow, CodecSpec, TargetCache, create_or_resume, finish, write_unit
+from storage.target_cache import CachePlan, CodecSpec, TargetCache, create_or_resume, finish
 
 if TYPE_CHECKING:
     from pipelines.progress import Reporter
@@ -33,16 +33,6 @@ FIT_TOKENS = 8192  # tokens whose states codecs are fitted on
 # Largest mean total variation between a reader's teacher and the live target. A layer too early, a missing norm or
 # another row's states give 0.5 and more; coding gives a few hundredths.
 AUDIT_BOUND_EXACT, AUDIT_BOUND_LOSSY = 0.03, 0.15
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conversation:
-    """One row to capture; `spans` are supervised."""
-
-    sample_id: str
-    input_ids: list[int]
-    spans: list[tuple[int, int]]
-    extra: dict[str, Any]
 
 
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
@@ -98,6 +88,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
         "reference_bytes_per_token": info["raw_bytes_per_token"],
         "times_smaller": info["times_smaller"],
         "skipped": info["skipped"],
+        "shortened": info["shortened"],
         "audit": audit,
     }
 
@@ -108,21 +99,25 @@ def plan_cache(
     """The rows to capture, in the conversations' order, and the plan that fixes the cache."""
     rows: list[Conversation] = []
     skipped: dict[str, list[str]] = {"empty": [], "unsupervised after the cut": []}
-    longest = 0
+    limit, longest = settings.cache.max_length, 0
+    shortened = []
     for row in read_conversations(conversations):
-        longest = max(longest, len(row["prompt_ids"]) + len(row["response_ids"]))
+        length = len(row["prompt_ids"]) + len(row["response_ids"])
+        longest = max(longest, length)
         if not row["response_ids"]:
             skipped["empty"].append(row["id"])
             continue
-        ids, spans = generated_sample(row["prompt_ids"], row["response_ids"], settings.cache.max_length, row=row["id"])
+        ids, spans = generated_sample(row["prompt_ids"], row["response_ids"], limit, row=row["id"])
         if not spans:
             skipped["unsupervised after the cut"].append(row["id"])
             continue
+        if length > limit:
+            shortened.append(row["id"])
         extra = {key: row[key] for key in ("domain", "thinking", "finish_reason")}
         rows.append(Conversation(sample_id=row["id"], input_ids=ids, spans=spans, extra=extra))
     if not rows:
         raise UserError(
-            f"no conversation has a supervised token within cache.max_length={settings.cache.max_length} (the longest "
+            f"no conversation has a supervised token within cache.max_length={limit} (the longest "
             f"has {longest} tokens): raise it"
         )
     plan = CachePlan(
@@ -134,123 +129,12 @@ def plan_cache(
         teacher=CodecSpec(name=settings.cache.teacher_codec),
         unit_tokens=settings.cache.unit_tokens,
         inputs={"conversations": source_identity, "dtype": settings.target.dtype},
+        spans=[row.spans for row in rows],
         skipped={reason: ids for reason, ids in skipped.items() if ids},
+        shortened=shortened,
         max_bytes=settings.cache.max_bytes,
     )
     return rows, plan
-
-
-@dataclass(frozen=True, kw_only=True)
-class CaptureUnit:
-    """A shard to write (or none, to audit only), and the sample ids whose stored rows are audited if they are there."""
-
-    number: int | None
-    rows: tuple[Conversation, ...]
-    audit: frozenset[str]
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(row.input_ids) for row in self.rows)
-
-    def __str__(self) -> str:
-        return "audit" if self.number is None else f"{self.number} ({len(self.rows)} rows)"
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitUnit:
-    """Rows whose states the codecs are fitted on, for the cache that the plan describes."""
-
-    rows: tuple[Conversation, ...]
-    plan: CachePlan
-
-
-class CaptureWorker:
-    """Holds the target; captures, encodes and writes one unit after the other."""
-
-    def __init__(self, settings: Settings, facts: TargetFacts, root: str) -> None:
-        self.settings, self.root = settings, root
-        self.target = open_target(settings, facts)
-        self.target.check_head()
-
-    def run(self, unit: CaptureUnit | FitUnit) -> dict[str, Any]:
-        if isinstance(unit, FitUnit):
-            create_or_resume(self.root, unit.plan, lambda: self._fit(unit))
-            return {}
-        record = {"context_bytes": 0, "teacher_bytes": 0}
-        if unit.number is not None:
-            record = write_unit(self.root, unit.number, self._capture(unit.rows))
-        size = record["context_bytes"] + record["teacher_bytes"]
-        return {"bytes_per_token": size / max(unit.tokens, 1), "audit": self._audit(unit)}
-
-    def _capture(self, rows: Sequence[Conversation]) -> Iterator[CacheRow]:
-        """Rows in their order; batches are made of rows of like length."""
-        captured: dict[str, CacheRow] = {}
-        for batch in _batches(rows, self.settings.cache.batch_tokens):
-            captured.update((row.sample_id, row) for row in self._forward(batch))
-        for row in rows:
-            yield captured.pop(row.sample_id)
-
-    def _forward(self, batch: Sequence[Conversation]) -> Iterator[CacheRow]:
-        import torch
-
-        longest = max(len(row.input_ids) for row in batch)
-        input_ids = torch.zeros(len(batch), longest, dtype=torch.long)
-        mask = torch.zeros(len(batch), longest, dtype=torch.long)
-        for index, row in enumerate(batch):
-            input_ids[index, : len(row.input_ids)] = torch.tensor(row.input_ids)
-            mask[index, : len(row.input_ids)] = 1
-        states = self.target.capture(input_ids, mask)
-        features, last = states.features.to("cpu", torch.bfloat16), states.last.to("cpu", torch.bfloat16)
-        for index, row in enumerate(batch):
-            length = len(row.input_ids)
-            yield CacheRow(
-                sample_id=row.sample_id,
-                input_ids=row.input_ids,
-                spans=row.spans,
-                features=features[index, :length].clone(),
-                last=last[index, :length].clone(),
-                extra=row.extra,
-            )
-
-    def _fit(self, unit: FitUnit) -> Any:
-        from storage.codecs import as_tensor
-        from storage.records import teacher_positions
-        from storage.target_cache import Codecs, fit_codec
-
-        rows = list(self._capture(unit.rows))
-        plan = unit.plan
-        context = [(as_tensor(row.features), True) for row in rows]
-        teacher = []
-        for row in rows:
-            positions = teacher_positions(row.spans, len(row.input_ids))
-            assert row.last is not None
-            teacher.append((as_tensor(row.last)[positions], bool(positions[0] == 0)))
-        assert plan.teacher is not None
-        return Codecs(
-            features=fit_codec(
-                plan.features, context, width=plan.num_layers * plan.hidden_size, layers=plan.num_layers
-            ),
-            teacher=fit_codec(plan.teacher, teacher, width=plan.hidden_size),
-        )
-
-    def _audit(self, unit: CaptureUnit) -> dict[str, float]:
-        """Mean total variation, by sample id, between the stored teacher and the target run over the row alone."""
-        import torch
-
-        wanted = unit.audit if unit.number is None else unit.audit & {row.sample_id for row in unit.rows}
-        if not wanted:
-            return {}
-        cache = TargetCache.open(self.root, partial=True)
-        found = {}
-        for index, sample_id in enumerate(cache.sample_ids):
-            if sample_id not in wanted:
-                continue
-            row = cache.row(index)
-            exact = self.target.capture(row.input_ids.long()[None]).last[0, row.teacher_positions]
-            stored = row.last_states.to(exact.device, exact.dtype)
-            p, q = (torch.softmax(self.target.logits(states).float(), -1) for states in (exact, stored))
-            found[sample_id] = float(0.5 * (p - q).abs().sum(-1).mean())
-        return found
 
 
 def _create(settings: Settings, make_worker: Any, plan: CachePlan, rows: list[Conversation], root: str) -> set[int]:
@@ -285,18 +169,6 @@ def _judge(audited: dict[str, float], settings: Settings) -> dict[str, Any]:
             "codec is too coarse: choose a finer one"
         )
     return {"rows": len(audited), "mean_total_variation": mean, "worst": {"row": worst, "value": audited[worst]}}
-
-
-def _batches(rows: Sequence[Conversation], budget: int) -> Iterator[list[Conversation]]:
-    """Rows of like length together, at most `budget` tokens a batch with its padding."""
-    batch: list[Conversation] = []
-    for row in sorted(rows, key=lambda row: len(row.input_ids)):
-        if batch and (len(batch) + 1) * len(row.input_ids) > budget:
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
 
 
 def _spread(rows: Sequence[Conversation], count: int) -> list[Conversation]:

@@ -86,7 +86,7 @@ def test_too_little_free_space_is_seen_before_a_unit_is_written(
     plan = make_plan()
     create_or_resume(tmp_path, plan)
     monkeypatch.setattr(Folder, "free_bytes", lambda self: 1000)
-    with pytest.raises(StorageFull, match=r"unit 0 needs about .* bytes, 1,000 are free"):
+    with pytest.raises(StorageFull, match=r"unit 0 needs about .* bytes more, 1,000 are free"):
         write_unit(tmp_path, 0, rows_of(plan, 0))
 
 

@@ -10,6 +10,8 @@ import torch
 from cache_builders import HIDDEN, LAYERS, SAMPLES, build, fit, folder_bytes, make_plan, make_row, make_rows, rows_of
 
 from storage.codecs import CodecSpec
+from storage.commits import estimate_unit, open_folder
+from storage.filesystems import Folder
 from storage.identity import IdentityMismatch
 from storage.records import CacheCorrupt, teacher_positions
 from storage.shards import encode_row
@@ -138,13 +140,53 @@ def test_rows_must_be_the_planned_ones(tmp_path: Path) -> None:
 
 
 def test_max_bytes_stops_before_it_is_passed(tmp_path: Path) -> None:
-    plan = make_plan(max_bytes=40_000)
+    plan = make_plan()
+    with pytest.raises(StorageFull, match=r"the cache needs about .* max_bytes = 40,000: raise max_bytes"):
+        create_or_resume(tmp_path, replace(plan, max_bytes=40_000))
     create_or_resume(tmp_path, plan)
-    write_unit(tmp_path, 0, rows_of(plan, 0))
-    write_unit(tmp_path, 1, rows_of(plan, 1))
-    with pytest.raises(StorageFull, match="max_bytes = 40,000"):
-        write_unit(tmp_path, 2, rows_of(plan, 2))
+    write_unit(tmp_path, 0, rows_of(plan, 0), max_bytes=40_000)
+    write_unit(tmp_path, 1, rows_of(plan, 1), max_bytes=40_000)
+    with pytest.raises(StorageFull, match=r"unit 2 needs about .* max_bytes = 40,000"):
+        write_unit(tmp_path, 2, rows_of(plan, 2), max_bytes=40_000)
     assert sum(path.stat().st_size for path in (tmp_path / "shards").iterdir()) <= 40_000
+    with pytest.raises(StorageFull, match="the cache needs"):
+        create_or_resume(tmp_path, replace(plan, max_bytes=60_000))
+    assert create_or_resume(tmp_path, replace(plan, max_bytes=200_000)) == {0, 1}
+    build(tmp_path, replace(plan, max_bytes=200_000))
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "transform"])
+def test_sizes_are_estimated_before_anything_is_captured(tmp_path: Path, codec: str) -> None:
+    samples = [(f"sample-{number:03d}", 150 + 10 * number) for number in range(12)]
+    plan = make_plan(codec, samples=samples, spans=[make_row(*sample).spans for sample in samples], unit_tokens=900)
+    create_or_resume(tmp_path, plan, lambda: fit(plan))
+    opened = open_folder(Folder(tmp_path))
+    estimated = [estimate_unit(opened, unit) for unit in range(opened.units)]
+    build(tmp_path, plan)
+    written = [record["bytes"] for record in TargetCache.open(tmp_path)._shards.values()]
+    assert sum(estimated) == pytest.approx(sum(written), rel=0.05)
+
+
+def test_spans_are_planned_and_kept(tmp_path: Path) -> None:
+    plan = make_plan(spans=[make_row(*sample).spans for sample in SAMPLES], shortened=["sample-003"])
+    build(tmp_path, plan)
+    cache = TargetCache.open(tmp_path)
+    (tmp_path / "shards").rename(tmp_path / "elsewhere")  # no shard is opened for them
+    assert [cache.spans(index) for index in range(len(cache))] == [tuple(make_row(*sample).spans) for sample in SAMPLES]
+    assert cache.info()["shortened"] == 1
+    create_or_resume(tmp_path / "other", plan)
+    wrong = [replace(row, spans=[(0, 1)]) for row in rows_of(plan, 0)]
+    with pytest.raises(ValueError, match=r"unit 0, row 0 \('sample-000'\): its spans are not the plan's \(\(3, 7\),\)"):
+        write_unit(tmp_path / "other", 0, wrong)
+    with pytest.raises(ValueError, match=r"span \(3, 9\)"):
+        make_plan(spans=[[(3, 9)]] * len(SAMPLES))
+    with pytest.raises(IdentityMismatch, match=r"samples\.spans_sha256"):
+        create_or_resume(tmp_path / "other", make_plan())
+
+
+def test_spans_not_planned_come_from_the_rows(tmp_path: Path) -> None:
+    build(tmp_path)
+    assert TargetCache.open(tmp_path).spans(3) == tuple(make_row(*SAMPLES[3]).spans)
 
 
 def test_float32_and_numpy_states_are_accepted(tmp_path: Path) -> None:

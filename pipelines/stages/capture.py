@@ -1,0 +1,223 @@
+"""What a worker of the cache's build does: run the target over a unit of rows, encode, write, and audit.
+
+The next forward pass goes on while rows of the one before are encoded and written: one thread runs the target, others
+encode, and the calling thread writes. Memory is bounded by a window of rows, whatever the unit's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pipelines.settings import Settings
+from pipelines.stages.workers import open_target
+from pipelines.target_facts import TargetFacts
+from storage.target_cache import (
+    CachePlan,
+    CacheRow,
+    Codecs,
+    TargetCache,
+    create_or_resume,
+    encode_row,
+    fit_codec,
+    load_codecs,
+    write_unit,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+WINDOW_BATCHES = (
+    4  # batches of like length are made from so many budgets of consecutive rows; these wait for each other
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """One row to capture; `spans` are supervised."""
+
+    sample_id: str
+    input_ids: list[int]
+    spans: list[tuple[int, int]]
+    extra: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureUnit:
+    """A shard to write (or none, to audit only), and the sample ids whose stored rows are audited if they are there."""
+
+    number: int | None
+    rows: tuple[Conversation, ...]
+    audit: frozenset[str]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(row.input_ids) for row in self.rows)
+
+    def __str__(self) -> str:
+        return "audit" if self.number is None else f"{self.number} ({len(self.rows)} rows)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitUnit:
+    """Rows whose states the codecs are fitted on, for the cache that the plan describes."""
+
+    rows: tuple[Conversation, ...]
+    plan: CachePlan
+
+
+class CaptureWorker:
+    """Holds the target; captures, encodes and writes one unit after the other."""
+
+    def __init__(self, settings: Settings, facts: TargetFacts, root: str) -> None:
+        self.settings, self.root = settings, root
+        self.target = open_target(settings, facts)
+        self.target.check_head()
+        self._codecs: Codecs | None = None
+
+    def run(self, unit: CaptureUnit | FitUnit) -> dict[str, Any]:
+        if isinstance(unit, FitUnit):
+            create_or_resume(self.root, unit.plan, lambda: self._fit(unit))
+            return {}
+        record = {"context_bytes": 0, "teacher_bytes": 0}
+        if unit.number is not None:
+            limit = self.settings.cache.max_bytes
+            record = write_unit(self.root, unit.number, self._encoded(unit.rows), max_bytes=limit)
+        size = record["context_bytes"] + record["teacher_bytes"]
+        return {"bytes_per_token": size / max(unit.tokens, 1), "audit": self._audit(unit)}
+
+    @property
+    def codecs(self) -> Codecs:
+        """The cache's codecs."""
+        if self._codecs is None:
+            self._codecs = load_codecs(self.root)
+        return self._codecs
+
+    def _encoded(self, rows: Sequence[Conversation]) -> Iterator[dict[str, Any]]:
+        """Rows as the shard's columns, in their order."""
+        encode = partial(encode_row, codecs=self.codecs, scope="supervised")
+        encoders = max(1, self.settings.cluster.threads_per_worker or int(self.settings.cluster.cpus_per_worker))
+        batches = [batch for window in _windows(rows, self._budget) for batch in _batches(window, self._budget)]
+        order = iter(rows)
+        waiting = next(order, None)
+        encoded: dict[str, Future[dict[str, Any]]] = {}
+        with ThreadPoolExecutor(1) as forward, ThreadPoolExecutor(encoders) as pool:
+            for captured in _one_ahead(forward, self._forward, batches):
+                encoded.update((row.sample_id, pool.submit(encode, row)) for row in captured)
+                while waiting is not None and waiting.sample_id in encoded:
+                    yield encoded.pop(waiting.sample_id).result()
+                    waiting = next(order, None)
+
+    @property
+    def _budget(self) -> int:
+        return self.settings.cache.batch_tokens
+
+    def _forward(self, batch: Sequence[Conversation]) -> list[CacheRow]:
+        """One forward pass; the rows' states stay on the target's device, which may encode them faster."""
+        import torch
+
+        longest = max(len(row.input_ids) for row in batch)
+        input_ids = torch.zeros(len(batch), longest, dtype=torch.long)
+        mask = torch.zeros(len(batch), longest, dtype=torch.long)
+        for index, row in enumerate(batch):
+            input_ids[index, : len(row.input_ids)] = torch.tensor(row.input_ids)
+            mask[index, : len(row.input_ids)] = 1
+        states = self.target.capture(input_ids, mask)
+        return [
+            CacheRow(
+                sample_id=row.sample_id,
+                input_ids=row.input_ids,
+                spans=row.spans,
+                features=_own(states.features[index, : len(row.input_ids)]),
+                last=_own(states.last[index, : len(row.input_ids)]),
+                extra=row.extra,
+            )
+            for index, row in enumerate(batch)
+        ]
+
+    def _fit(self, unit: FitUnit) -> Codecs:
+        from storage.codecs import as_tensor
+        from storage.records import teacher_positions
+
+        batches = _batches(unit.rows, self._budget)
+        rows = [row for batch in batches for row in self._forward(batch)]
+        plan = unit.plan
+        context = [(as_tensor(row.features).cpu(), True) for row in rows]
+        teacher = []
+        for row in rows:
+            positions = teacher_positions(row.spans, len(row.input_ids))
+            assert row.last is not None
+            teacher.append((as_tensor(row.last).cpu()[positions], bool(positions[0] == 0)))
+        assert plan.teacher is not None
+        return Codecs(
+            features=fit_codec(
+                plan.features, context, width=plan.num_layers * plan.hidden_size, layers=plan.num_layers
+            ),
+            teacher=fit_codec(plan.teacher, teacher, width=plan.hidden_size),
+        )
+
+    def _audit(self, unit: CaptureUnit) -> dict[str, float]:
+        """Mean total variation, by sample id, between the stored teacher and the target run over the row alone."""
+        import torch
+
+        wanted = unit.audit if unit.number is None else unit.audit & {row.sample_id for row in unit.rows}
+        if not wanted:
+            return {}
+        cache = TargetCache.open(self.root, partial=True)
+        found = {}
+        for index, sample_id in enumerate(cache.sample_ids):
+            if sample_id not in wanted:
+                continue
+            row = cache.row(index)
+            exact = self.target.capture(row.input_ids.long()[None]).last[0, row.teacher_positions]
+            stored = row.last_states.to(exact.device, exact.dtype)
+            p, q = (torch.softmax(self.target.logits(states).float(), -1) for states in (exact, stored))
+            found[sample_id] = float(0.5 * (p - q).abs().sum(-1).mean())
+        return found
+
+
+def _own(states: torch.Tensor) -> torch.Tensor:
+    """A row's states as bf16 in memory of their own, so that the batch's can go."""
+    import torch
+
+    return states.to(torch.bfloat16, copy=True)
+
+
+def _one_ahead(pool: ThreadPoolExecutor, function: Any, batches: Iterable[Any]) -> Iterator[Any]:
+    """`function` of every batch in order, the next one computed while the caller works on the last."""
+    ahead: Future[Any] | None = None
+    for batch in batches:
+        ready, ahead = ahead, pool.submit(function, batch)
+        if ready is not None:
+            yield ready.result()
+    if ahead is not None:
+        yield ahead.result()
+
+
+def _windows(rows: Sequence[Conversation], budget: int) -> Iterator[list[Conversation]]:
+    """Consecutive rows of about WINDOW_BATCHES batches."""
+    window: list[Conversation] = []
+    tokens = 0
+    for row in rows:
+        if window and tokens + len(row.input_ids) > WINDOW_BATCHES * budget:
+            yield window
+            window, tokens = [], 0
+        window.append(row)
+        tokens += len(row.input_ids)
+    if window:
+        yield window
+
+
+def _batches(rows: Sequence[Conversation], budget: int) -> Iterator[list[Conversation]]:
+    """Rows of like length together, at most `budget` tokens a batch with its padding."""
+    batch: list[Conversation] = []
+    for row in sorted(rows, key=lambda row: len(row.input_ids)):
+        if batch and (len(batch) + 1) * len(row.input_ids) > budget:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
