@@ -14,6 +14,7 @@ import pyarrow as pa
 import torch
 import xxhash
 
+from storage.codecs.base import StoredTeacher
 from storage.identity import plain
 
 ROW_FIELDS = (
@@ -76,8 +77,8 @@ class CacheRow:
 class StoredRow:
     """One sequence as a reader gets it. S tokens, P teacher positions.
 
-    `features` [S, c]: m*d captured states, or the coordinates that the cache's codec keeps;
-    `last_states` [P, d] at `teacher_positions` [P]: the teacher of label t+1 is the state at t.
+    `features` [S, c]: m*d captured states, or the coordinates that the cache's codec keeps; `teacher` at
+    `teacher_positions` [P]: the teacher of label t+1 is what the target thinks at t. None if the cache stores none.
     """
 
     sample_id: str
@@ -85,8 +86,21 @@ class StoredRow:
     spans: tuple[tuple[int, int], ...]
     features: torch.Tensor
     teacher_positions: torch.Tensor
-    last_states: torch.Tensor
+    teacher: StoredTeacher | None
     extra: dict[str, Any]
+
+    @property
+    def last_states(self) -> torch.Tensor:
+        """[P, d], [0, 0] without a teacher. ValueError where the teacher is kept in another form."""
+        if self.teacher is None:
+            return self.features.new_empty(0, 0)
+        if self.teacher.states is None:
+            raise ValueError(
+                f"sample {self.sample_id!r}: this cache keeps no last states, but "
+                f"{'the layer they are computed from' if self.teacher.source is not None else 'sparse logits'}; "
+                "read `teacher`, or recode the cache to a teacher codec with states"
+            )
+        return self.teacher.states
 
     @property
     def supervised(self) -> torch.Tensor:

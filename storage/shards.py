@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from storage.codecs.base import as_tensor
+from storage.codecs.base import StoredTeacher, as_tensor
 from storage.plan import Codecs
 from storage.records import CacheCorrupt, CacheRow, StoredRow, check_spans, row_checksum, schema, teacher_positions
 
@@ -39,8 +39,7 @@ def encode_row(row: CacheRow, codecs: Codecs, *, scope: str) -> dict[str, Any]:
         last = as_tensor(row.last)
         _check(row.sample_id, "last states", last, (length, codecs.teacher.width))
         if len(positions):
-            chosen = last[torch.from_numpy(positions).to(last.device)]
-            teacher = codecs.teacher.encode(chosen, first=bool(positions[0] == 0))
+            teacher = codecs.teacher.encode_teacher(features, last, positions)
     flat = np.array(spans, np.int32).reshape(-1)
     extra = json.dumps(dict(row.extra), sort_keys=True, ensure_ascii=False)
     return {
@@ -177,17 +176,17 @@ def decode_row(
     spans = tuple((int(a), int(b)) for a, b in columns["spans"].reshape(-1, 2))
     positions = teacher_positions(spans, length, scope)
     features = codecs.features.decode(columns["context"], length, device=device, dtype=dtype)
-    if codecs.teacher is None or not len(positions):
-        width = codecs.teacher.out_width if codecs.teacher else 0
-        last = torch.empty(0 if codecs.teacher is None else len(positions), width, dtype=dtype, device=device)
-    else:
-        last = codecs.teacher.decode(columns["teacher"], len(positions), device=device, dtype=dtype)
+    teacher = None
+    if codecs.teacher is not None and not len(positions):
+        teacher = StoredTeacher(states=torch.empty(0, codecs.teacher.out_width, dtype=dtype, device=device))
+    elif codecs.teacher is not None:
+        teacher = codecs.teacher.decode_teacher(columns["teacher"], positions, device=device, dtype=dtype)
     return StoredRow(
         sample_id=columns["sample_id"],
         input_ids=torch.from_numpy(columns["input_ids"].astype(np.int64)),
         spans=spans,
         features=features,
         teacher_positions=torch.from_numpy(positions),
-        last_states=last,
+        teacher=teacher,
         extra=json.loads(columns["extra"]),
     )

@@ -8,7 +8,8 @@ then the first row (shared: nothing; inline: its values), then the body with the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -20,11 +21,47 @@ Sample = Sequence[tuple[torch.Tensor, bool]]
 NO_FIRST, SHARED_FIRST, INLINE_FIRST = 0, 1, 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class TargetParts:
+    """What some teacher codecs ask of the target, while they encode and while they are measured.
+
+    `head` [V, d] and the final soft cap make logits of last states. `finish`: outputs of the last captured layer of a
+    sequence from its first token on, [S, d], to last states [S, d]; None where no codec needs it.
+    """
+
+    head: torch.Tensor
+    soft_cap: float | None = None
+    finish: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def logits(self, last: torch.Tensor) -> torch.Tensor:
+        """[P, d] to [P, V] float32."""
+        out = (last.to(self.head.device, self.head.dtype) @ self.head.t()).float()
+        return out if self.soft_cap is None else torch.tanh(out / self.soft_cap) * self.soft_cap
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTeacher:
+    """The teacher of a row as a codec keeps it. P teacher positions, K tokens of each, d hidden size.
+
+    Dense: `states` [P, d], whose logits are the teacher's; where `top_ids` [P, K] are there, `top_values` are added to
+    the logits of those tokens before the softmax. Recomputed: `source` [S', d] instead of `states`: outputs of the last
+    captured layer from the first token to the last teacher position. Sparse: neither; `top_values` are the
+    log-probabilities of `top_ids`, and `tail_mass` [P] is the probability of all other tokens.
+    """
+
+    states: torch.Tensor | None = None
+    source: torch.Tensor | None = None
+    top_ids: torch.Tensor | None = None
+    top_values: torch.Tensor | None = None
+    tail_mass: torch.Tensor | None = None
+
+
 class Codec(ABC):
     """Settings (JSON) and tensors (fitted) turn states into bytes and back."""
 
     name: ClassVar[str]
     exact: ClassVar[bool] = False
+    teacher_only: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(
@@ -43,6 +80,7 @@ class Codec(ABC):
         self.settings: dict[str, Any] = {**self.defaults, **(settings or {})}
         self.tensors: dict[str, torch.Tensor] = dict(tensors or {})
         self.measured: dict[str, Any] = {}
+        self.target: TargetParts | None = None
 
     @classmethod
     def fit(cls, sample: Sample, *, width: int, **settings: Any) -> Self:
@@ -72,6 +110,21 @@ class Codec(ABC):
     def coordinates(self, values: torch.Tensor) -> torch.Tensor:
         """What a perfect decoding of `values` [R, W] would return, [R, C] float32."""
         return values.float()
+
+    def encode_teacher(self, features: torch.Tensor, last: torch.Tensor, positions: np.ndarray) -> bytes:
+        """A row's teacher to bytes: captured states [S, W of the context], last states [S, d], positions [P]."""
+        return self.encode(last[torch.from_numpy(positions).to(last.device)], first=bool(positions[0] == 0))
+
+    def decode_teacher(
+        self,
+        payload: bytes | memoryview,
+        positions: np.ndarray,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> StoredTeacher:
+        """Bytes to the teacher at `positions` [P]."""
+        return StoredTeacher(states=self.decode(payload, len(positions), device=device, dtype=dtype))
 
     @property
     def bits(self) -> float | None:

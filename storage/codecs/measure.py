@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from storage.codecs.base import Codec, Sample
+from storage.codecs.base import Codec, Sample, StoredTeacher, TargetParts
+
+CHUNK = 128  # positions whose distributions exist at once
 
 
 def snr_db(exact: torch.Tensor, coded: torch.Tensor) -> float:
@@ -60,20 +62,89 @@ def _finite(value: float) -> float | None:
     return round(value, 3) if math.isfinite(value) else None
 
 
-def acceptance_error(
-    head: torch.Tensor, exact: torch.Tensor, coded: torch.Tensor, *, temperature: float = 1.0, chunk: int = 256
+def teacher_error(
+    exact: torch.Tensor, stored: StoredTeacher, target: TargetParts, *, temperature: float = 1.0
 ) -> dict[str, float]:
-    """Total variation between the exact and the coded teacher's next-token distributions.
+    """How wrong acceptance rates become when `stored` stands for the exact teacher of last states [P, d].
 
-    head [V, d], exact and coded [P, d]. The acceptance rate of any drafter, sum(min(p_draft, p_teacher)), moves by at
-    most this much, so mean and 99th percentile bound its error at that temperature.
+    `bound`, mean and 99th percentile over positions: total variation between the two next-token distributions, by which
+    the acceptance rate sum(min(p_draft, p_teacher)) of *any* drafter moves at most. A sparse teacher does not say which
+    tokens share its tail; the tail's mass is part of its bound. `error`: how far the rate moves for a stand-in drafter,
+    whose logits are the teacher's with noise that makes its mean acceptance rate 0.75. At temperature 0 distributions
+    are the likeliest token alone.
     """
-    if temperature <= 0:
-        raise ValueError(f"temperature = {temperature}: the acceptance error is defined for temperatures above 0")
-    found = []
-    for start in range(0, len(exact), chunk):
-        p = torch.softmax(exact[start : start + chunk].float() @ head.float().t() / temperature, dim=-1)
-        q = torch.softmax(coded[start : start + chunk].float() @ head.float().t() / temperature, dim=-1)
-        found.append(0.5 * (p - q).abs().sum(-1))
-    distance = torch.cat(found)
-    return {"mean": distance.mean().item(), "p99": distance.quantile(0.99).item(), "temperature": temperature}
+    if temperature < 0:
+        raise ValueError(f"temperature = {temperature}: it must be 0 or above")
+    noise = _standin_noise(target, exact, temperature)
+    generator = torch.Generator().manual_seed(0)
+    bounds, errors = [], []
+    for start in range(0, len(exact), CHUNK):
+        logits = target.logits(exact[start : start + CHUNK])
+        p = _distribution(logits, temperature)
+        q, unknown = _stored_distribution(stored, slice(start, start + CHUNK), target, p, temperature)
+        draft = _distribution(logits + noise * _normal(logits, generator), temperature)
+        bounds.append(0.5 * (p - q).abs().sum(-1) + unknown)
+        errors.append((torch.minimum(draft, p) - torch.minimum(draft, q)).sum(-1).abs())
+    bound, error = torch.cat(bounds).cpu(), torch.cat(errors).cpu()
+    return {
+        "temperature": temperature,
+        "bound": float(f"{bound.mean().item():.4g}"),
+        "bound_p99": float(f"{bound.quantile(0.99).item():.4g}"),
+        "error": float(f"{error.mean().item():.4g}"),
+        "error_p99": float(f"{error.quantile(0.99).item():.4g}"),
+    }
+
+
+def _distribution(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    if temperature == 0:
+        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
+    return torch.softmax(logits / temperature, dim=-1)
+
+
+def _stored_distribution(
+    stored: StoredTeacher, at: slice, target: TargetParts, exact: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """[P, V], and the mass [P] of which the stored teacher does not say where it lies (spread as in `exact`)."""
+    if stored.tail_mass is None:
+        assert stored.states is not None
+        logits = target.logits(stored.states[at])
+        if stored.top_ids is not None and stored.top_values is not None:
+            logits = logits.scatter_add(1, stored.top_ids[at], stored.top_values[at].to(logits.dtype))
+        return _distribution(logits, temperature), 0.0
+    assert stored.top_ids is not None
+    assert stored.top_values is not None
+    ids, log_q, tail = stored.top_ids[at], stored.top_values[at], stored.tail_mass[at, None]
+    if temperature == 0:
+        q = torch.zeros_like(exact).scatter(1, ids.gather(1, log_q.argmax(-1, keepdim=True)), 1.0)
+        return q, (exact.gather(1, ids).sum(-1) < 0.5).to(exact.dtype)
+    # Of the tail at another temperature only a bound is known: no token of it is above the least of the top, and it is
+    # largest when its tokens are alike.
+    power = 1 / temperature
+    if power >= 1:
+        rest = tail * log_q.amin(-1, keepdim=True).exp() ** (power - 1)
+    else:
+        rest = (exact.shape[1] - ids.shape[1]) ** (1 - power) * tail**power
+    weights = (log_q * power).exp()
+    total = weights.sum(-1, keepdim=True) + rest
+    outside = exact.scatter(1, ids, 0.0)
+    outside_mass = outside.sum(-1, keepdim=True)
+    q = outside * (rest / total / outside_mass.clamp_min(1e-30))
+    return q.scatter(1, ids, weights / total), torch.minimum(outside_mass, rest / total)[:, 0]
+
+
+def _normal(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(like.shape, generator=generator).to(like)
+
+
+def _standin_noise(target: TargetParts, exact: torch.Tensor, temperature: float, rows: int = 64) -> float:
+    """The standard deviation of noise on the logits at which the mean acceptance rate is 0.75; 1 at temperature 0."""
+    if temperature == 0:
+        return 1.0
+    logits = target.logits(exact[:: -(-len(exact) // rows)]) / temperature
+    p, normal = logits.softmax(-1), _normal(logits, torch.Generator().manual_seed(1))
+    low, high = 0.0, 8.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        overlap = torch.minimum(p, (logits + middle * normal).softmax(-1)).sum(-1).mean()
+        low, high = (middle, high) if overlap > 0.75 else (low, middle)
+    return low * temperature

@@ -57,18 +57,18 @@ def pack(codes: np.ndarray, classes: np.ndarray, *, level: int = 1) -> bytes:
     ]
     compressor = zstandard.ZstdCompressor(level=level, write_content_size=True)
     frames = [compressor.compress(section) if section else b"" for section in sections]
-    return b"".join(map(_leb128, [codes.shape[1], *map(len, frames)])) + b"".join(frames)
+    return b"".join(map(leb128, [codes.shape[1], *map(len, frames)])) + b"".join(frames)
 
 
 def unpack(payload: bytes | memoryview, classes: np.ndarray, rows: int) -> np.ndarray:
     """Bytes to integers [C, R]: int8 where nothing lies outside ±127, else int32."""
     view = memoryview(payload).cast("B")
-    stored_rows, view = _read_leb128(view)
+    stored_rows, view = read_leb128(view)
     if stored_rows != rows:
         raise ValueError(f"the payload holds {stored_rows} rows, {rows} were expected")
     sizes = []
     for _ in range(5):
-        size, view = _read_leb128(view)
+        size, view = read_leb128(view)
         sizes.append(size)
     if sum(sizes) != len(view):
         raise ValueError(f"sections of {sum(sizes)} bytes announced, {len(view)} bytes found")
@@ -131,7 +131,7 @@ def _split(section: bytes, count: int, rows: int, per_byte: int) -> np.ndarray:
     return codes[:, :rows]
 
 
-def _leb128(value: int) -> bytes:
+def leb128(value: int) -> bytes:
     data = bytearray()
     while value >= 128:
         data.append(value & 127 | 128)
@@ -140,7 +140,7 @@ def _leb128(value: int) -> bytes:
     return bytes(data)
 
 
-def _read_leb128(view: memoryview) -> tuple[int, memoryview]:
+def read_leb128(view: memoryview) -> tuple[int, memoryview]:
     value = shift = index = 0
     while True:
         if index >= len(view):

@@ -87,7 +87,9 @@ class Transform(Quantised):
     """Steps are `step` standard deviations of each channel (equal relative error in every captured channel).
 
     `decorrelate`: "none", "layer" or "joint". `metric`: "variance" (channels count by 1/variance), "raw" (by their
-    energy), "given" (by the matrix M [W, W] handed to fit: the loss is e^T M e; one step serves all coordinates).
+    energy), "given" (by the matrix M [W, W] handed to fit: the loss is e^T M e; one step serves all coordinates). To M
+    the mean of its diagonal times `ridge` is added on the diagonal: a metric averaged over a sample is blind to what
+    rare tokens need.
     """
 
     name = "transform"
@@ -95,6 +97,7 @@ class Transform(Quantised):
         "step": 0.25,
         "decorrelate": "joint",
         "metric": "variance",
+        "ridge": 0.1,
         "output": "states",
         "level": 1,
     }
@@ -135,7 +138,7 @@ class Transform(Quantised):
         if metric == "given":
             if not tensors or "metric" not in tensors:
                 raise ValueError('metric = "given" needs the matrix: pass tensors={"metric": [W, W]} to fit_codec')
-            root, inverse_root = _roots(tensors["metric"])
+            root, inverse_root = _roots(tensors["metric"], codec.settings["ridge"])
         else:
             weight = (
                 1 / deviation if metric == "variance" else torch.ones_like(deviation) / deviation.square().mean().sqrt()
@@ -221,30 +224,39 @@ def _principal(centred: torch.Tensor) -> torch.Tensor:
     return (vectors * signs).float().contiguous()
 
 
-def _roots(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric square root of a positive metric and its inverse; weak directions are lifted to 1e-4 of the mean."""
+def _roots(metric: torch.Tensor, ridge: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric square root of a metric, lifted by `ridge` times its mean eigenvalue, and the root's inverse."""
     values, vectors = torch.linalg.eigh(metric.double())
-    values = values.clamp_min(1e-4 * values.mean()).sqrt()
+    values = (values.clamp_min(0) + max(ridge, 1e-6) * values.mean()).sqrt()
     return (vectors * values @ vectors.t()).float(), (vectors / values @ vectors.t()).float()
 
 
 def head_metric(
-    head: torch.Tensor, states: torch.Tensor, *, temperature: float = 1.0, chunk: int = 256
+    head: torch.Tensor,
+    states: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    soft_cap: float | None = None,
+    chunk: int = 256,
 ) -> torch.Tensor:
     """M [d, d] such that e^T M e is the mean over tokens of the variance, under the teacher, of the logit error W e.
 
-    head W [V, d], states [P, d]. To second order the divergence between teacher and coded teacher is half of it.
+    head W [V, d], states [P, d]. To second order the divergence between teacher and coded teacher is half of it. The
+    slope of a soft cap is left out of the error: it is near 1 where the probable tokens are.
     """
-    head = head.float()
-    metric = torch.zeros(head.shape[1], head.shape[1], dtype=torch.float64)
-    weight = torch.zeros(head.shape[0], dtype=torch.float64)
+    head, states = head.float(), states.to(head.device)
+    metric = torch.zeros(head.shape[1], head.shape[1], dtype=torch.float64, device=head.device)
+    weight = torch.zeros(head.shape[0], dtype=torch.float64, device=head.device)
     for start in range(0, len(states), chunk):
-        p = torch.softmax(states[start : start + chunk].float() @ head.t() / temperature, dim=-1)
+        logits = states[start : start + chunk].float() @ head.t()
+        if soft_cap is not None:
+            logits = torch.tanh(logits / soft_cap) * soft_cap
+        p = torch.softmax(logits / temperature, dim=-1)
         mean = p @ head
         metric -= (mean.t() @ mean).double()
         weight += p.sum(0).double()
     metric += (head.t() @ (head * weight.float()[:, None])).double()
-    return (metric / len(states) / temperature**2).float()
+    return (metric / len(states) / temperature**2).float().cpu()
 
 
 def classes_of(codec: Quantised) -> np.ndarray:

@@ -1,0 +1,58 @@
+"""A few tokens of every teacher row with a number each, as bytes. P rows, K tokens a row, V vocabulary.
+
+Token ids ascend within a row and are stored as differences less one, so that their order costs nothing. They are stored
+at all because two machines rank near-ties differently: a reader never has to repeat the writer's ranking.
+
+Stream: LEB128 K, bytes an id (2, or 3 above 65,536 tokens), LEB128 sizes of the sections that follow; then for each
+byte of the differences, lowest first, a zstd frame of [K, P] bytes, and one of the values [K, P], a signed byte each.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import zstandard
+
+from storage.codecs.symbols import leb128, read_leb128
+
+LARGEST = 127
+
+
+def pack_top(token_ids: torch.Tensor, codes: torch.Tensor, vocabulary: int, *, level: int) -> bytes:
+    """Ascending ids [P, K] and codes [P, K], -127..127, to bytes."""
+    rows, count = token_ids.shape
+    width = 2 if vocabulary <= 1 << 16 else 3
+    ids = token_ids.cpu().numpy().astype(np.int64)
+    steps = np.diff(ids, axis=1, prepend=-1) - 1
+    if rows and (int(steps.min()) < 0 or int(ids.max()) >= vocabulary):
+        raise ValueError(f"top token ids must ascend within a row and lie in 0..{vocabulary - 1}")
+    planes = np.ascontiguousarray(steps.T).astype("<u4").reshape(count, rows, 1).view(np.uint8)
+    values = np.ascontiguousarray(codes.cpu().numpy().T.astype(np.int8))
+    compressor = zstandard.ZstdCompressor(level=level, write_content_size=True)
+    sections = [compressor.compress(np.ascontiguousarray(planes[..., place]).tobytes()) for place in range(width)]
+    sections.append(compressor.compress(values.tobytes()))
+    head = leb128(count) + bytes([width])
+    return head + b"".join(leb128(len(section)) for section in sections) + b"".join(sections)
+
+
+def unpack_top(payload: bytes | memoryview, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes to ids [P, K] int64 and codes [P, K] int8. ValueError if they are not those of `rows` rows."""
+    count, view = read_leb128(memoryview(payload).cast("B"))
+    width, view = view[0], view[1:]
+    sizes = []
+    for _ in range(width + 1):
+        size, view = read_leb128(view)
+        sizes.append(size)
+    if sum(sizes) != len(view):
+        raise ValueError(f"top tokens: sections of {sum(sizes)} bytes announced, {len(view)} bytes found")
+    decompressor, steps = zstandard.ZstdDecompressor(), np.zeros((count, rows), np.int64)
+    for place, size in enumerate(sizes):
+        section = np.frombuffer(decompressor.decompress(view[:size]), np.uint8)
+        view = view[size:]
+        if section.size != count * rows:
+            raise ValueError(f"top tokens of {section.size // max(count, 1)} rows found, {rows} rows were expected")
+        if place < width:
+            steps += section.reshape(count, rows).astype(np.int64) << (8 * place)
+    codes = torch.from_numpy(section.view(np.int8).reshape(count, rows).copy())
+    ids = torch.from_numpy(np.cumsum(steps + 1, axis=0) - 1)
+    return ids.t(), codes.t()
