@@ -15,6 +15,7 @@ from pipelines.errors import UserError
 from pipelines.settings import Settings, TargetSettings
 
 PACKAGE_PREFIX = "package:"
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,30 +114,62 @@ def _examine(wanted: TargetSettings, layers: tuple[int, ...] | None, mask: int |
     )
 
 
+def local_folder(facts: TargetFacts) -> str:
+    """The target's folder on this machine, fetched where the driver of the run has it and this machine does not.
+
+    Raises UserError for a folder of the driver's that is not here.
+    """
+    if Path(facts.path).is_dir():
+        return facts.path
+    if facts.name.startswith(PACKAGE_PREFIX):
+        return _packaged(facts.name)[0]
+    if facts.revision is not None:
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(facts.name, revision=facts.revision, allow_patterns=HUB_FILES)
+    raise UserError(
+        f"target.model: the folder {facts.path!r} is not on this machine of the cluster; put it on storage that every "
+        "machine sees, or name a model of the hub"
+    )
+
+
 def _locate(wanted: TargetSettings) -> tuple[str, str, str | None]:
     """(name, local folder, revision) of the target; a hub model is fetched at the commit that is then recorded."""
-    if wanted.model.startswith(PACKAGE_PREFIX):
-        from pipelines.data.packaged_target import packaged_target
-
-        folder = packaged_target(wanted.model.removeprefix(PACKAGE_PREFIX))
-        return wanted.model, str(folder), None
     folder = Path(wanted.model).expanduser()
+    packaged = wanted.model.startswith(PACKAGE_PREFIX)
+    if wanted.revision is not None and (packaged or folder.is_dir()):
+        place = "a package of a fixed version" if packaged else "a local folder"
+        raise UserError(f"target.revision is {wanted.revision!r}, but {wanted.model} is {place}: drop it")
+    if packaged:
+        return wanted.model, *_packaged(wanted.model)
     if folder.is_dir():
-        if wanted.revision is not None:
-            raise UserError(f"target.revision is {wanted.revision!r}, but {wanted.model} is a local folder: drop it")
         return wanted.model, str(folder), None
     if wanted.model.count("/") > 1 or wanted.model.startswith((".", "~", "/")):
         raise UserError(f"target.model: the folder {wanted.model!r} does not exist")
+    return wanted.model, *_from_hub(wanted.model, wanted.revision)
+
+
+def _packaged(name: str) -> tuple[str, str]:
+    from pipelines.data.packaged_target import PACKAGED, packaged_target
+
+    model = name.removeprefix(PACKAGE_PREFIX)
+    folder = packaged_target(model)
+    return str(folder), PACKAGED[model].version
+
+
+def _from_hub(model: str, revision: str | None) -> tuple[str, str]:
+    """(folder, commit) of a hub model; without the network, of the copy that an earlier run fetched."""
     from huggingface_hub import HfApi, snapshot_download
 
     try:
-        commit = HfApi().model_info(wanted.model, revision=wanted.revision).sha
-        path = snapshot_download(
-            wanted.model, revision=commit, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-        )
+        commit = HfApi().model_info(model, revision=revision).sha
+        return snapshot_download(model, revision=commit, allow_patterns=HUB_FILES), str(commit)
     except Exception as error:  # the hub client raises many kinds; each becomes one message that names the cure
-        raise UserError(
-            f"target.model: {wanted.model!r} is not a folder and could not be fetched from the Hugging Face hub "
-            f"({type(error).__name__}: {error}); check the name, `hf auth login`, and the network"
-        ) from error
-    return wanted.model, path, commit
+        try:
+            path = snapshot_download(model, revision=revision, allow_patterns=HUB_FILES, local_files_only=True)
+        except Exception:
+            raise UserError(
+                f"target.model: {model!r} is not a folder and could not be fetched from the Hugging Face hub "
+                f"({type(error).__name__}: {error}); check the name, `hf auth login`, and the network"
+            ) from error
+        return path, Path(path).name

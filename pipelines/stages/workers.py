@@ -19,11 +19,12 @@ def open_target(settings: Settings, facts: TargetFacts) -> Target:
     import torch
 
     from dspark.target import Target
+    from pipelines.target_facts import local_folder
 
     torch.set_num_threads(settings.cluster.threads_per_worker or settings.cluster.cpus_per_worker)
     wanted = settings.target
     return Target.open(
-        facts.path,
+        local_folder(facts),
         dtype=wanted.dtype,
         device=wanted.device,
         target_layer_ids=facts.target_layer_ids,
