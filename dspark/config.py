@@ -77,15 +77,18 @@ class DrafterConfig:
 
     @property
     def reserves_markov_column(self) -> bool:
-        """Whether the last Markov rank column carries the reduced draft vocabulary."""
+        """Whether the last Markov rank column carries the reduced draft vocabulary; otherwise a `d2t` tensor does."""
         return self.draft_vocab_size is not None and self.markov_rank > 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_layer_ids", tuple(int(layer) for layer in self.target_layer_ids))
         if self.markov_rank == 0:
             object.__setattr__(self, "markov_head_type", None)
+        if self.algorithm == "dspark" and not (self.markov_rank or self.enable_confidence_head):
+            object.__setattr__(self, "algorithm", "dflash")  # which is what a checkpoint without heads says
         if self.algorithm == "eagle3":
             object.__setattr__(self, "mask_token_id", None)
+            object.__setattr__(self, "block_layout", "anchor-first")
         _check(self)
 
     @classmethod
@@ -155,8 +158,9 @@ class DrafterConfig:
             "target_layer_ids": list(self.target_layer_ids),
             "layer_types": ["full_attention"] * self.num_draft_layers,
             "tie_word_embeddings": False,
-            "block_layout": self.block_layout,
         }
+        if self.draft_vocab_size is not None:
+            values["dspark_draft_vocab_size"] = self.draft_vocab_size
         if self.family == "gemma4":
             values |= {
                 "global_head_dim": self.head_dim,
@@ -182,6 +186,7 @@ class DrafterConfig:
                 "step_loss_decay": self.step_loss_decay,
             }
         values |= {"mask_token_id": self.mask_token_id, "num_anchors": self.num_anchors}
+        values |= {"block_layout": self.block_layout}
         if self.block_layout == "mask-first":
             return values | {
                 "architectures": [MASK_FIRST_ARCHITECTURE],
@@ -191,7 +196,7 @@ class DrafterConfig:
                     "mask_token_id": self.mask_token_id,
                 },
             }
-        values |= {
+        return values | {
             "architectures": [FAMILIES[self.family].dspark_architecture],
             "block_size": self.block_size,
             "markov_rank": self.markov_rank,
@@ -199,9 +204,6 @@ class DrafterConfig:
             "enable_confidence_head": self.enable_confidence_head,
             "confidence_head_with_markov": self.confidence_head_with_markov,
         }
-        if self.draft_vocab_size is not None:
-            values["dspark_draft_vocab_size"] = self.draft_vocab_size
-        return values
 
     def replace(self, **changes: Any) -> DrafterConfig:
         return replace(self, **changes)
@@ -213,6 +215,7 @@ def _read_common(values: Mapping[str, Any], family: str) -> dict[str, Any]:
         "family": family,
         "num_target_layers": values["num_target_layers"],
         "num_draft_layers": values["num_hidden_layers"],
+        "draft_vocab_size": values.get("dspark_draft_vocab_size"),
     }
 
 
@@ -234,7 +237,6 @@ def _read_dspark(values: Mapping[str, Any], family: str) -> dict[str, Any]:
         "markov_head_type": values["markov_head_type"] if rank else None,
         "enable_confidence_head": confidence,
         "confidence_head_with_markov": bool(confidence and values["confidence_head_with_markov"]),
-        "draft_vocab_size": values.get("dspark_draft_vocab_size"),
     }
 
 
@@ -323,11 +325,12 @@ def _check_heads(c: DrafterConfig) -> None:
     if c.draft_vocab_size is not None:
         if not 1 <= c.draft_vocab_size <= c.vocab_size:
             raise _bad("draft_vocab_size", c.draft_vocab_size, f"1 to {c.vocab_size}")
-        if c.markov_rank < 2 or c.markov_head_type != "vanilla":
+        if c.markov_rank == 1 or c.markov_head_type in ("gated", "rnn"):
             raise _bad(
                 "draft_vocab_size",
                 c.draft_vocab_size,
-                "unset, unless markov_head_type is vanilla with markov_rank >= 2 (one rank column carries the mask)",
+                f"unset with a {c.markov_head_type} head of rank {c.markov_rank}: set markov_head_type to vanilla and "
+                "markov_rank to 2 or more (one rank column keeps other tokens out), or markov_rank to 0",
             )
 
 

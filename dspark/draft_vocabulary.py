@@ -35,3 +35,8 @@ def engine_mapping(draft_token_ids: Tensor, vocab_size: int) -> tuple[Tensor, Te
     drafted = torch.zeros(vocab_size, dtype=torch.bool)
     drafted[ids] = True
     return ids - torch.arange(len(ids)), drafted
+
+
+def mapped_tokens(d2t: Tensor) -> Tensor:
+    """The draft token ids [Vd] of a mapping's offsets."""
+    return d2t.long() + torch.arange(len(d2t), device=d2t.device)

@@ -18,11 +18,14 @@ from dspark.backbone import DraftLayer, RMSNorm, Rotary, initialise
 from dspark.confidence import ConfidenceHead
 from dspark.config import DrafterConfig, SettingError
 from dspark.draft_cache import DraftCache
+from dspark.draft_vocabulary import engine_mapping, mapped_tokens
 from dspark.families import FAMILIES
+from dspark.folding import features_read
 from dspark.packing import PackedBatch
 from dspark.sequential_heads import OUTSIDE_BIAS, SequentialHead, build_head
 
 SHARED_TENSORS = {"embed_tokens.weight", "lm_head.weight"}
+MAPPING_TENSORS = ("d2t", "t2d")  # of a reduced draft vocabulary that no Markov column carries
 
 
 class Drafter(nn.Module):
@@ -76,12 +79,7 @@ class Drafter(nn.Module):
 
         Raises SettingError when the features' width is not that of the configured layers.
         """
-        if features.shape[-1] != self.config.num_features:
-            size, layers = self.config.hidden_size, len(self.config.target_layer_ids)
-            raise SettingError(
-                f"the cache's features are {features.shape[-1]} wide; this drafter reads {layers} layers of "
-                f"hidden size {size}, {layers * size} together (option `drafter.target_layer_ids`)"
-            )
+        require_width(self, features)
         return self.hidden_norm(self.fc(features.to(self.dtype)))
 
     # Training
@@ -211,15 +209,13 @@ class Drafter(nn.Module):
         return self.confidence_head(states, embedded)
 
     def restrict_vocabulary(self, token_ids: Tensor) -> None:
-        """Draft only `token_ids` [Vd]; carried in the checkpoint by the last Markov rank column."""
-        token_ids = torch.unique(token_ids.long()).to(self.device)
-        if len(token_ids) != self.config.draft_vocab_size or self.markov_head is None:
-            raise SettingError(
-                f"{len(token_ids)} draft tokens given, draft_vocab_size is {self.config.draft_vocab_size} "
-                "(option `drafter.draft_vocab_size`)"
-            )
-        self.draft_token_ids = token_ids
-        self.markov_head.reserve_column(token_ids)
+        """Draft only `token_ids` [Vd].
+
+        The checkpoint carries them in the last Markov rank column, or as `d2t` and `t2d` without a sequential head.
+        """
+        self.draft_token_ids = checked_draft_tokens(token_ids, self.config).to(self.device)
+        if self.markov_head is not None:
+            self.markov_head.reserve_column(self.draft_token_ids)
 
     # Weights
 
@@ -262,6 +258,27 @@ def share_target(drafter: Any, config: DrafterConfig, embedding: Tensor, head: T
         module.weight = nn.Parameter(shared, requires_grad=False)
 
 
+def require_width(drafter: Any, features: Tensor) -> None:
+    """Raises SettingError unless features [..., C] are as wide as what the drafter's `fc` reads."""
+    if features.shape[-1] != drafter.fc.in_features:
+        size, layers = drafter.config.hidden_size, len(drafter.config.target_layer_ids)
+        raise SettingError(
+            f"the cache's features are {features.shape[-1]} wide; this drafter reads {layers} layers of hidden size "
+            f"{size}, {drafter.fc.in_features} values together (option `drafter.target_layer_ids`)"
+        )
+
+
+def checked_draft_tokens(token_ids: Tensor, config: DrafterConfig) -> Tensor:
+    """Distinct ids [Vd], ascending. Raises SettingError unless they are as many as `draft_vocab_size` says."""
+    token_ids = torch.unique(token_ids.long())
+    if len(token_ids) != config.draft_vocab_size:
+        raise SettingError(
+            f"{len(token_ids)} draft tokens given, draft_vocab_size is {config.draft_vocab_size} "
+            "(option `drafter.draft_vocab_size`)"
+        )
+    return token_ids
+
+
 def save_drafter(drafter: nn.Module, path: str | Path, target_text_config: Any, *, with_shared: bool = True) -> None:
     """Write `config.json` and `model.safetensors` in the native layout.
 
@@ -279,10 +296,14 @@ def save_drafter(drafter: nn.Module, path: str | Path, target_text_config: Any, 
         for name, tensor in drafter.state_dict().items()
         if with_shared or name not in SHARED_TENSORS
     }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tensors["fc.weight"] = features_read(drafter).to("cpu").contiguous()
     config: Any = drafter.config
+    if config.draft_vocab_size is not None and not config.reserves_markov_column:
+        ids: Any = drafter.draft_token_ids
+        tensors["d2t"], tensors["t2d"] = engine_mapping(ids, config.vocab_size)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     values = config.to_checkpoint(target_text_config)
-    values["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    values["dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
@@ -308,6 +329,7 @@ def load_drafter(
     if target is not None:
         tensors.setdefault("embed_tokens.weight", target.embed_tokens.weight.detach())
         tensors.setdefault("lm_head.weight", target.lm_head.weight.detach())
+    mapping = {name: tensors.pop(name) for name in MAPPING_TENSORS if name in tensors}
     chosen = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     tensors = {name: tensor.to(device=device, dtype=chosen or tensor.dtype) for name, tensor in tensors.items()}
     with torch.device("meta"):
@@ -316,9 +338,13 @@ def load_drafter(
     drafter.load_state_dict(tensors, assign=True)
     drafter.embed_tokens.requires_grad_(False)
     drafter.lm_head.requires_grad_(False)
-    if config.draft_vocab_size is not None:
+    if config.reserves_markov_column:
         inside = drafter.markov_head.markov_w2.weight[:, -1] > OUTSIDE_BIAS / 2
         drafter.restrict_vocabulary(inside.nonzero().flatten())
+    elif config.draft_vocab_size is not None:
+        if "d2t" not in mapping:
+            raise SettingError(f"{folder} has a draft vocabulary of {config.draft_vocab_size} tokens but no tensor d2t")
+        drafter.restrict_vocabulary(mapped_tokens(mapping["d2t"]))
     return drafter.eval()
 
 

@@ -16,7 +16,7 @@ from dspark.attention import BlockLayout, Implementation
 from dspark.backbone import DraftAttention, GatedMLP, RMSNorm, Rotary, Rotation, initialise
 from dspark.config import DrafterConfig, SettingError
 from dspark.draft_cache import DraftCache
-from dspark.drafter import share_target
+from dspark.drafter import checked_draft_tokens, require_width, share_target
 from dspark.packing import PackedBatch
 
 
@@ -47,7 +47,6 @@ class Eagle3Drafter(nn.Module):
 
     markov_head = None
     confidence_head = None
-    draft_token_ids = None
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -61,6 +60,8 @@ class Eagle3Drafter(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config)
         self.attention: Implementation = "auto"
+        self.draft_token_ids: Tensor | None
+        self.register_buffer("draft_token_ids", None, persistent=False)  # [Vd] ascending; None drafts all of V
         self.embed_tokens.requires_grad_(False)
         self.lm_head.requires_grad_(False)
 
@@ -92,12 +93,7 @@ class Eagle3Drafter(nn.Module):
 
         Raises SettingError when the features' width is not that of the configured layers.
         """
-        if features.shape[-1] != self.config.num_features:
-            raise SettingError(
-                f"the cache's features are {features.shape[-1]} wide; this drafter reads "
-                f"{len(self.config.target_layer_ids)} layers of hidden size {self.config.hidden_size}, "
-                f"{self.config.num_features} together (option `drafter.target_layer_ids`)"
-            )
+        require_width(self, features)
         return self.fc(features.to(self.dtype))
 
     def block_states(self, batch: PackedBatch) -> Tensor:
@@ -208,6 +204,10 @@ class Eagle3Drafter(nn.Module):
     def confidence_logits(self, states: Tensor, previous_ids: Tensor) -> None:
         """None: EAGLE-3 has no confidence head."""
         return None
+
+    def restrict_vocabulary(self, token_ids: Tensor) -> None:
+        """Draft only `token_ids` [Vd], which the checkpoint carries as `d2t` and `t2d`."""
+        self.draft_token_ids = checked_draft_tokens(token_ids, self.config).to(self.device)
 
     def share_target(self, embedding: Tensor, head: Tensor) -> None:
         """Take the target's embedding and head [V, d], frozen, without a copy where dtype and device agree."""

@@ -48,8 +48,8 @@ def build_drafter(
                 f"the drafter in {start} has other settings: {differing} (option `drafter.initial_weights`)"
             )
     drafter.share_target(target.embed_tokens.weight, target.lm_head.weight)
-    if start == "target" and isinstance(drafter, Drafter):
-        initialize_from_target(drafter, target)
+    if start == "target":
+        (initialize_from_target if isinstance(drafter, Drafter) else initialize_eagle3_from_target)(drafter, target)
     if config.draft_vocab_size is not None and drafter.draft_token_ids is None:
         if draft_token_ids is None:
             raise SettingError("draft_vocab_size is set, so the draft tokens must be given")
@@ -98,9 +98,46 @@ def initialize_from_target(drafter: Drafter, target: Target, probe_ids: Tensor |
     return sources
 
 
-def _source_layers(drafter: Drafter, target: Target) -> list[int]:
-    """The target's top layers whose attention has the draft layers' shapes (Gemma-4: full attention only)."""
+@torch.no_grad()
+def initialize_eagle3_from_target(drafter: Any, target: Target, probe_ids: Tensor | None = None) -> list[int]:
+    """Start EAGLE-3's layer as the target's top layer, reading the last captured layer; gives that layer's id.
+
+    The layer's attention reads the next token's embedding beside the state: the state's half of its projections and
+    the norm before it are the target's, the embedding's half stays random. fc is the identity on the last captured
+    layer; MLP and final norm are the target's.
+    """
+    config, layer = drafter.config, drafter.layers[0]
+    size = config.hidden_size
+    (source_id,) = _source_layers(drafter, target, width=size)
+    source = target.layers[source_id]
+    last = config.target_layer_ids.index(max(config.target_layer_ids))
+    drafter.fc.weight.zero_()
+    drafter.fc.weight[:, last * size : (last + 1) * size].fill_diagonal_(1.0)
+    _copy(drafter.norm.weight, target.final_norm.weight)
+    _copy(layer.hidden_norm.weight, source.input_layernorm.weight)
+    theirs = source.state_dict()
+    for name, tensor in layer.state_dict().items():
+        if name in theirs and theirs[name].shape == tensor.shape and name != "input_layernorm.weight":
+            _copy(tensor, theirs[name])
+    scales = _projection_scales(target, [source_id], _probe(target) if probe_ids is None else probe_ids)
+    for part in ("q", "k", "v"):
+        projection = getattr(source.self_attn, f"{part}_proj", None)
+        if projection is not None:
+            getattr(layer.self_attn, f"{part}_proj").weight[:, size:].copy_(projection.weight)
+    for part in ("q", "k"):
+        if f"self_attn.{part}_norm.weight" not in theirs and (source_id, part) in scales:
+            getattr(layer.self_attn, f"{part}_norm").weight.fill_(scales[source_id, part])
+    return [source_id]
+
+
+def _source_layers(drafter: Any, target: Target, width: int | None = None) -> list[int]:
+    """The target's top layers whose attention has the draft layers' shapes (Gemma-4: full attention only).
+
+    `width` is what the target's projections read, where the draft layer's read more.
+    """
     wanted = drafter.layers[0].self_attn.q_proj.weight.shape
+    if width is not None:
+        wanted = torch.Size([wanted[0], width])
     fitting = [
         index
         for index, layer in enumerate(target.layers)

@@ -1,5 +1,7 @@
 """Every block drafter against the numbers of the paper's reference implementation."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from golden_cases import BLOCK_DRAFTERS, arrays, draft_logits, packed, plain_los
 
 from dspark import load_drafter
 from dspark.config import DrafterConfig
+from dspark.losses import LossConfig, fused_loss
 from dspark.packing import PackedBatch
 
 
@@ -137,6 +140,25 @@ def test_eagle3_unrolled_steps(golden: Path) -> None:
         total = total + config.step_loss_decay**step * loss
     assert total.item() == pytest.approx(float(case["loss"]), rel=1e-5)
     total.backward()
+    check_gradients(drafter, case)
+
+
+def test_eagle3_trains_on_the_references_loss(golden: Path) -> None:
+    """The fused loss on packed blocks, with the steps' weights as slot weights."""
+    drafter, config, case, _ = eagle_case(golden)
+    rows, length = case["input_ids"].shape
+    everything = {"loss_mask": np.ones_like(case["loss_mask"]), "block_keep_mask": np.ones((rows, length - 1), bool)}
+    everything["anchor_positions"] = np.tile(np.arange(1, length), (rows, 1))
+    batch = packed(case | everything, config.block_size)
+    # The reference asks whether t + step is supervised, a pack whether the predicted token at t + step + 2 is.
+    asked = torch.from_numpy(case["loss_mask"])
+    at = (batch.positions[batch.block_anchor] - 1)[:, None] + torch.arange(config.block_size)
+    counted = asked.bool()[batch.block_sequence[:, None], at.clamp(max=length - 1)] & batch.supervised
+    terms = LossConfig(ce=0, l1=0, confidence=0, soft_ce=1, position_decay=-1 / math.log(config.step_loss_decay))
+    batch = replace(batch, supervised=counted)
+    result = fused_loss(drafter, drafter.block_states(batch), batch, terms, normalizer=rows * length)
+    assert result.loss.item() == pytest.approx(float(case["loss"]), rel=1e-5)
+    result.loss.backward()
     check_gradients(drafter, case)
 
 
