@@ -114,7 +114,7 @@ def measure(case: Case, way: str, *, repeats: int, threads: int, chunk: int | No
     loss_config = LossConfig(chunk_slots=chunk)
     head = output_head_of(drafter)  # type: ignore[arg-type]
     if way.endswith("known normalizers"):
-        batch.teacher.log_normalizers = log_normalizers(batch.teacher.states, head)
+        batch.teacher.log_normalizers = log_normalizers(batch.teacher, head)
 
     def plain() -> torch.Tensor:
         weights = torch.exp(-torch.arange(case.slots) / loss_config.position_decay) * batch.supervised

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dspark.packing import DenseTeacher
+from dspark.packing import DenseTeacher, TopOffsets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,17 +90,30 @@ def teacher_logits(states: Tensor, weight: Tensor, soft_cap: float | None, out: 
     return out
 
 
-def log_normalizers(states: Tensor, head: OutputHead, *, chunk_rows: int = 256) -> Tensor:
-    """log sum exp of the teacher's logits over the whole vocabulary [P], for last states [P, d].
+def add_offsets_(logits: Tensor, offsets: TopOffsets, draft_index: Tensor | None = None) -> None:
+    """Add a row's offsets to its logits [p, V], or [p, D] with `draft_index` [V], in place."""
+    columns, values = offsets.token_ids, offsets.values.to(logits.dtype)
+    if draft_index is not None:
+        columns = draft_index[columns]
+        values = values * (columns >= 0)
+        columns = columns.clamp(min=0)
+    logits.scatter_add_(1, columns, values)
+
+
+def log_normalizers(teacher: DenseTeacher, head: OutputHead, *, chunk_rows: int = 256) -> Tensor:
+    """log sum exp of the teacher's logits over the whole vocabulary [P].
 
     They depend on the target alone. Kept between epochs (`DenseTeacher.log_normalizers`), they spare a reduced draft
     vocabulary the projection to the full one, which is most of the teacher's work.
     """
+    states = teacher.states
     result = head.buffer(len(states), 1)[:, 0]
     scratch = head.buffer(min(chunk_rows, len(states)), len(head.weight))
     for start in range(0, len(states), chunk_rows):
         part = states[start : start + chunk_rows]
         logits = teacher_logits(part, head.weight, head.soft_cap, scratch[: len(part)])
+        if teacher.offsets is not None:
+            add_offsets_(logits, teacher.offsets.rows(slice(start, start + len(part))))
         result[start : start + len(part)] = log_normalizer_(logits)
     return result
 
@@ -128,10 +141,13 @@ class TeacherReader:
     def read(self, start: int, end: int) -> TeacherRows:
         head, states = self._head, self._teacher.states[start:end]
         probs = self._probs[: end - start]
+        offsets = self._teacher.offsets
         if self._needs_full:
-            self._read_through_full(states, probs)
+            self._read_through_full(start, end, probs)
         else:
             teacher_logits(states, head.draft_weight, head.soft_cap, probs)
+            if offsets is not None:
+                add_offsets_(probs, offsets.rows(slice(start, end)), head.draft_index)
             if head.draft_index is None:
                 probs.sub_(probs.amax(-1, keepdim=True)).exp_()
                 probs.mul_(probs.sum(-1, keepdim=True).reciprocal_())
@@ -142,11 +158,14 @@ class TeacherReader:
         entropy = -torch.special.entr(probs).sum(-1) if self._entropy else None
         return TeacherRows(probs=probs, mass=mass, negative_entropy=entropy)
 
-    def _read_through_full(self, states: Tensor, probs: Tensor) -> None:
-        head, step = self._head, len(self._full)
+    def _read_through_full(self, start: int, end: int, probs: Tensor) -> None:
+        head, step, teacher = self._head, len(self._full), self._teacher
         assert head.draft_token_ids is not None
-        for at in range(0, len(states), step):
-            part, kept = states[at : at + step], probs[at : at + step]
+        for at in range(start, end, step):
+            stop = min(at + step, end)
+            part, kept = teacher.states[at:stop], probs[at - start : stop - start]
             full = teacher_logits(part, head.weight, head.soft_cap, self._full[: len(part)])
+            if teacher.offsets is not None:
+                add_offsets_(full, teacher.offsets.rows(slice(at, stop)))
             torch.index_select(full, 1, head.draft_token_ids, out=kept)
             kept.sub_(log_normalizer_(full)[:, None]).exp_()

@@ -25,21 +25,37 @@ _T = TypeVar("_T")
 
 
 @dataclass(kw_only=True)
+class TopOffsets:
+    """What is added to the logits of a few tokens of each row: coarse states, corrected where the mass is."""
+
+    token_ids: Tensor  # [P, K] i64, distinct in a row
+    values: Tensor  # [P, K]
+
+    def rows(self, index: Tensor | slice) -> TopOffsets:
+        return TopOffsets(token_ids=self.token_ids[index], values=self.values[index])
+
+
+@dataclass(kw_only=True)
 class DenseTeacher:
-    """The teacher as the target's last states, after the final norm: its logits are `lm_head(states)`.
+    """The teacher as the target's last states, after the final norm: its logits are `lm_head(states)`, plus `offsets`.
 
     `log_normalizers`, when they are known from before, are the log sum exp of those logits over the whole vocabulary.
     """
 
     states: Tensor  # [P, d]
+    offsets: TopOffsets | None = None
     log_normalizers: Tensor | None = None  # [P]
 
     def __len__(self) -> int:
         return len(self.states)
 
     def rows(self, index: Tensor) -> DenseTeacher:
-        known = self.log_normalizers
-        return DenseTeacher(states=self.states[index], log_normalizers=None if known is None else known[index])
+        known, offsets = self.log_normalizers, self.offsets
+        return DenseTeacher(
+            states=self.states[index],
+            offsets=None if offsets is None else offsets.rows(index),
+            log_normalizers=None if known is None else known[index],
+        )
 
 
 @dataclass(kw_only=True)
@@ -89,8 +105,7 @@ class Sample:
     features: Tensor  # [S, C]
     teacher_positions: Tensor  # [P]
     last_states: Tensor | None = None  # [P, d]
-    log_normalizers: Tensor | None = None  # [P]
-    sparse_teacher: SparseTeacher | None = None
+    teacher: Teacher | None = None  # [P rows] instead of `last_states`, for all that these alone don't say
 
 
 @dataclass(kw_only=True)
@@ -140,7 +155,7 @@ def _map_tensors(value: _T, change: object) -> _T:
         item = getattr(value, field.name)
         if isinstance(item, Tensor):
             item = change(item)  # type: ignore[operator]
-        elif isinstance(item, DenseTeacher | SparseTeacher):
+        elif isinstance(item, DenseTeacher | SparseTeacher | TopOffsets):
             item = _map_tensors(item, change)
         fields[field.name] = item
     return dataclasses.replace(value, **fields)  # type: ignore[type-var]
@@ -151,12 +166,12 @@ def _as_numpy(values: object) -> NDArray[np.int64]:
 
 
 def _teacher_of(sample: SampleLike) -> Teacher:
-    sparse = getattr(sample, "sparse_teacher", None)
-    if sparse is not None:
-        return sparse
+    teacher = getattr(sample, "teacher", None)
+    if isinstance(teacher, DenseTeacher | SparseTeacher):
+        return teacher
     if sample.last_states is None:
-        raise ValueError(f"sample {sample.sample_id!r} has neither last states nor a sparse teacher")
-    return DenseTeacher(states=sample.last_states, log_normalizers=getattr(sample, "log_normalizers", None))
+        raise ValueError(f"sample {sample.sample_id!r} has neither last states nor another teacher")
+    return DenseTeacher(states=sample.last_states)
 
 
 def _join_teachers(parts: list[Teacher]) -> Teacher:
@@ -166,14 +181,27 @@ def _join_teachers(parts: list[Teacher]) -> Teacher:
         raise ValueError("some samples have dense and some sparse teachers; one batch takes one kind")
     if dense:
         known = [part.log_normalizers for part in dense if part.log_normalizers is not None]
+        offsets = [part.offsets for part in dense if part.offsets is not None]
+        if offsets and len(offsets) < len(dense):
+            raise ValueError("some samples have offsets of the teacher's logits and some have none; pack one kind")
         return DenseTeacher(
             states=torch.cat([part.states for part in dense]),
+            offsets=_join_offsets(offsets) if offsets else None,
             log_normalizers=torch.cat(known) if len(known) == len(dense) else None,
         )
     return SparseTeacher(
         token_ids=torch.cat([part.token_ids for part in sparse]),
         log_probs=torch.cat([part.log_probs for part in sparse]),
         tail_mass=torch.cat([part.tail_mass for part in sparse]),
+    )
+
+
+def _join_offsets(parts: list[TopOffsets]) -> TopOffsets:
+    widths = {part.token_ids.shape[1] for part in parts}
+    if len(widths) > 1:
+        raise ValueError(f"samples correct {sorted(widths)} tokens of a teacher row; one batch takes one number")
+    return TopOffsets(
+        token_ids=torch.cat([part.token_ids for part in parts]), values=torch.cat([part.values for part in parts])
     )
 
 

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from storage.codecs import Codec, CodecSpec, fit_codec
-from storage.codecs.transform import Quantised
 from storage.commits import (
     COMPLETE,
     MANIFEST,
@@ -30,7 +29,7 @@ from storage.commits import (
 )
 from storage.filesystems import Folder, StorageFull
 from storage.local_copy import LocalCopy
-from storage.plan import CachePlan, Codecs, plan_units
+from storage.plan import CachePlan, Codecs, Spans, plan_units
 from storage.read_ahead import ReadAhead
 from storage.records import CacheCorrupt, CacheRow, StoredRow, unseal
 from storage.shards import NonFiniteState, ShardReader, checksum_of, decode_row, encode_row
@@ -164,13 +163,6 @@ class TargetCache:
         ids = self._opened.samples.sample_ids
         return ids if len(self._rows) == len(ids) else [ids[row] for row in self._rows]
 
-    def spans(self, index: int) -> tuple[tuple[int, int], ...]:
-        """The row's supervised spans: from the sample list, or from the row where the builder did not know them."""
-        known = self._opened.samples.spans(int(self._rows[index]))
-        if known is None:
-            known = [(int(start), int(end)) for start, end in self.raw_row(index)["spans"].reshape(-1, 2)]
-        return tuple(known)
-
     @property
     def rows_per_shard(self) -> list[int]:
         """Rows of each shard in order, for a windowed shuffle."""
@@ -191,11 +183,23 @@ class TargetCache:
 
         A context projection F [d, C] trained on them is F @ P on the captured states themselves.
         """
-        codec = self.codecs.features
-        if isinstance(codec, Quantised) and codec.settings.get("output") != "states":
-            forward = codec.tensors.get("forward")
-            return torch.block_diag(*forward) if forward is not None and forward.ndim == 3 else forward
-        return None
+        return self.codecs.features.projection
+
+    @property
+    def lift(self) -> torch.Tensor | None:
+        """[m*d, C]: states out of coordinates, as well as these know them; None where `features` are states."""
+        return self.codecs.features.lift
+
+    def tokens(self, index: int) -> tuple[np.ndarray, Spans]:
+        """Token ids [S] and supervised spans of a row; its states are not looked at, and so not its checksum."""
+        unit, place = self._opened.samples.locate(int(self._rows[index]))
+        columns = self._reader(unit).row(place)
+        return columns["input_ids"], tuple((int(a), int(b)) for a, b in columns["spans"].reshape(-1, 2))
+
+    def spans(self, index: int) -> Spans:
+        """Supervised spans of a row: from the sample list, or from the row itself where the plan did not know them."""
+        known = self._opened.samples.spans(int(self._rows[index]))
+        return self.tokens(index)[1] if known is None else known
 
     def raw_row(self, index: int) -> dict[str, Any]:
         """A row's columns with its states still coded; checksum and sample id verified at the first read."""

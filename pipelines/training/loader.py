@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dspark.packing import PackedBatch, Sample, pack
+from dspark.packing import DenseTeacher, PackedBatch, Sample, pack
 from pipelines.training.batches import Pack, Step, StepPlan
+from pipelines.training.teacher import Finish, teacher_of
 from storage.read_ahead import ReadAhead
 
 if TYPE_CHECKING:
@@ -25,13 +26,20 @@ if TYPE_CHECKING:
 class PackReader:
     """From a planned pack to a packed batch. Pickles: every worker process has its own.
 
-    `log_normalizers` [P] of last states [P, d], where it is given, is asked once a row and remembered for later epochs.
+    `log_normalizers` [P] of a teacher with P states, where it is given, is asked once a row and remembered for later
+    epochs. `finish`: the target's upper layers, for a cache whose teacher is recomputed.
     """
 
     def __init__(
-        self, *, dtype: torch.dtype, block_size: int, log_normalizers: Callable[[Tensor], Tensor] | None = None
+        self,
+        *,
+        dtype: torch.dtype,
+        block_size: int,
+        log_normalizers: Callable[[DenseTeacher], Tensor] | None = None,
+        finish: Finish | None = None,
     ) -> None:
         self.dtype, self._block_size, self._log_normalizers = dtype, block_size, log_normalizers
+        self._finish = finish
         self._known: dict[int, Tensor] = {}
 
     def __call__(self, cache: TargetCache, planned: Pack) -> PackedBatch:
@@ -40,16 +48,18 @@ class PackReader:
 
     def _sample(self, cache: TargetCache, row: int) -> Sample:
         stored = cache.row(row, dtype=self.dtype)
-        if self._log_normalizers is not None and row not in self._known:
-            self._known[row] = self._log_normalizers(stored.last_states)
+        teacher = teacher_of(stored, self._finish)
+        if self._log_normalizers is not None and isinstance(teacher, DenseTeacher):
+            if row not in self._known:
+                self._known[row] = self._log_normalizers(teacher)
+            teacher.log_normalizers = self._known[row]
         return Sample(
             sample_id=stored.sample_id,
             input_ids=stored.input_ids,
             spans=stored.spans,
             features=stored.features,
             teacher_positions=stored.teacher_positions,
-            last_states=stored.last_states,
-            log_normalizers=self._known.get(row),
+            teacher=teacher,
         )
 
 

@@ -30,7 +30,7 @@ from pipelines.training.checkpoints import Checkpoints
 from pipelines.training.held_out import HeldOut
 from pipelines.training.loader import Loader, PackReader
 from pipelines.training.log import LOG, JsonLines, Tally, over_ranks, train_line
-from pipelines.training.model import BlockLoss, make_drafter, parameter_groups
+from pipelines.training.model import BlockLoss, make_drafter, parameter_groups, upper_layers
 from pipelines.training.task import TrainingTask, engine_settings, step_plan
 
 FINAL = "final"
@@ -60,7 +60,12 @@ def train_rank(config: dict[str, Any]) -> None:
     first, tally = checkpoints.resume()
     plan = step_plan(task.settings, trained, task.total_steps)
     dtype = torch.float32 if train.precision == "float32" else torch.bfloat16
-    reader = PackReader(dtype=dtype, block_size=plan.block_size, log_normalizers=module.teacher_normalizers())
+    reader = PackReader(
+        dtype=dtype,
+        block_size=plan.block_size,
+        log_normalizers=module.teacher_normalizers(),
+        finish=upper_layers(task, cache),
+    )
     loader = Loader(
         cache,
         reader,

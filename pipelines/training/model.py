@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from dspark.bigrams import bigram_counts
 from dspark.draft_vocabulary import most_frequent_tokens
+from dspark.folding import read_coordinates
 from dspark.losses import LossConfig, fused_loss, output_head_of
 from dspark.output_head import OutputHead, log_normalizers
-from dspark.packing import PackedBatch
+from dspark.packing import DenseTeacher, PackedBatch
 from dspark.starting_weights import build_drafter
 from pipelines.stages.workers import open_target
 from pipelines.training.task import TrainingTask, drafter_config
+from pipelines.training.teacher import Finish
 from storage.target_cache import TargetCache
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ class BlockLoss(nn.Module):
             head = replace(head, weight=weight, draft_weight=draft)
         self._head = head
 
-    def teacher_normalizers(self) -> Callable[[Tensor], Tensor] | None:
+    def teacher_normalizers(self) -> Callable[[DenseTeacher], Tensor] | None:
         """The teacher's normaliser over the whole vocabulary, worth remembering where the drafter's is smaller.
 
         On a CPU only: elsewhere the loader would compete with it for what the device does at once.
@@ -72,7 +74,7 @@ def make_drafter(task: TrainingTask, cache: TargetCache) -> Drafter:
     if config.draft_vocab_size is not None:
         counts = torch.bincount(following, minlength=config.vocab_size)
         drafted = most_frequent_tokens(counts, config.draft_vocab_size, always=task.facts.stop_token_ids)
-    return build_drafter(
+    drafter = build_drafter(
         config,
         target,
         start=settings.drafter.initial_weights,
@@ -80,6 +82,18 @@ def make_drafter(task: TrainingTask, cache: TargetCache) -> Drafter:
         draft_token_ids=drafted,
         bigrams=bigram_counts(previous, following, config.vocab_size),
     )
+    if cache.projection is not None and cache.lift is not None:
+        read_coordinates(drafter, cache.projection, cache.lift)
+    return drafter
+
+
+def upper_layers(task: TrainingTask, cache: TargetCache) -> Finish | None:
+    """The target's layers above the last captured one, for a cache whose teacher is recomputed; else None."""
+    if cache.codecs.teacher is None or cache.codecs.teacher.name != "recomputed":
+        return None
+    from dspark.target_tail import TargetTail
+
+    return TargetTail(open_target(task.settings, task.facts))
 
 
 def parameter_groups(module: BlockLoss, layer_decay: float) -> list[dict[str, Any]]:
@@ -100,9 +114,9 @@ def _supervised_pairs(cache: TargetCache) -> tuple[Tensor, Tensor]:
     """Every supervised token of the cache with the token before it: two tensors [E]."""
     previous, following = [], []
     for index in range(min(len(cache), BIGRAM_ROWS)):
-        row = cache.raw_row(index)
-        ids, edges = torch.as_tensor(row["input_ids"]).long(), [int(edge) for edge in row["spans"]]
-        for start, end in zip(edges[::2], edges[1::2], strict=True):
+        token_ids, spans = cache.tokens(index)
+        ids = torch.from_numpy(token_ids.astype("int64"))
+        for start, end in spans:
             first = max(start, 1)
             previous.append(ids[first - 1 : end - 1])
             following.append(ids[first:end])

@@ -127,6 +127,16 @@ class Codec(ABC):
         return StoredTeacher(states=self.decode(payload, len(positions), device=device, dtype=dtype))
 
     @property
+    def projection(self) -> torch.Tensor | None:
+        """P [C, W] if what is decoded are coordinates P x of the states x, else None."""
+        return None
+
+    @property
+    def lift(self) -> torch.Tensor | None:
+        """[W, C]: states out of coordinates, in the least-squares sense; None where `projection` is."""
+        return None
+
+    @property
     def bits(self) -> float | None:
         """Measured bits per captured value on the fitting sample, when it was measured."""
         return self.measured.get("bits_per_value")

@@ -198,7 +198,7 @@ class Recomputed(_TopCorrected):
 
 
 class Sparse(Codec):
-    """`top` tokens of each position, log-probabilities in steps of 1/16 nat (-15.9 at the least), and the mass of the rest."""
+    """`top` tokens of each position, log-probabilities in steps of 1/16 nat, and the mass of the rest."""
 
     name = "sparse"
     teacher_only = True

@@ -5,7 +5,8 @@ only, so a consumer that folds P or its inverse into its own first linear layer 
 
 - "transform": P decorrelates (a KLT over all captured layers jointly, or within each, or none). Decodes to states, or,
   with `output: "coordinates"`, to y.
-- "projected": P is given from outside (the directions that a pilot drafter looks at). Decodes to y.
+- "projected": P is given from outside (the directions that a pilot drafter looks at). Decodes to y; `inverse` then is
+  only the start of a reader: the states that fit the coordinates best on the sample.
 """
 
 from __future__ import annotations
@@ -41,6 +42,14 @@ class Quantised(LossyCodec):
     def out_width(self) -> int:
         forward = self.tensors.get("forward")
         return self.width if forward is None or self._restores or forward.ndim == 3 else len(forward)
+
+    @property
+    def projection(self) -> torch.Tensor | None:
+        return None if self._restores else _dense(self.tensors.get("forward"))
+
+    @property
+    def lift(self) -> torch.Tensor | None:
+        return None if self._restores else _dense(self.tensors.get("inverse"))
 
     @property
     def _restores(self) -> bool:
@@ -186,6 +195,7 @@ class Projected(Quantised):
             raise ValueError(f"directions = {directions}, but the projection has {len(projection)} rows")
         codec.tensors["forward"] = projection[:directions].contiguous()
         coordinates = gather(sample, codec)
+        codec.tensors["inverse"] = _least_squares(gather(sample, _Identity(width=width)), coordinates)
         codec.fit_steps(coordinates, codec.settings["step"] * coordinates.std(0, correction=0))
         codec.fit_first_row(sample)
         return codec
@@ -196,6 +206,21 @@ class _Identity(Transform):
 
     def coordinates(self, values: torch.Tensor) -> torch.Tensor:
         return values.float()
+
+
+def _least_squares(states: torch.Tensor, coordinates: torch.Tensor) -> torch.Tensor:
+    """L [W, C] bfloat16 that minimises the sum of |x - L y|² over rows x of [R, W], y of [R, C], with a small ridge."""
+    y = coordinates.double()
+    gram = y.t() @ y
+    gram.diagonal().add_(1e-4 * gram.diagonal().mean())
+    return torch.linalg.solve(gram, y.t() @ states.double()).t().to(torch.bfloat16).contiguous()
+
+
+def _dense(matrix: torch.Tensor | None) -> torch.Tensor | None:
+    """[C, W], of a matrix or its diagonal blocks; float32."""
+    if matrix is None:
+        return None
+    return (torch.block_diag(*matrix) if matrix.ndim == 3 else matrix).float()
 
 
 def _apply(matrix: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

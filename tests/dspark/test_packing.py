@@ -27,7 +27,7 @@ def make_sample(index: int, length: int, spans: list[tuple[int, int]], *, sparse
         features=torch.randn(length, 6, generator=generator),
         teacher_positions=positions,
         last_states=None if sparse else states,
-        sparse_teacher=teacher if sparse else None,
+        teacher=teacher if sparse else None,
     )
 
 

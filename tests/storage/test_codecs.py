@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from storage.codecs import CODECS, Codec, CodecSpec, dump_codec, fit_codec, load_codec
 from storage.codecs.base import StoredTeacher, TargetParts
+from storage.codecs.directions import reader_directions
 from storage.codecs.measure import snr_db, teacher_error
 from storage.codecs.symbols import NIBBLE, PAIR, WIDE, pack, unpack
 from storage.codecs.transform import head_metric
@@ -197,3 +198,53 @@ def test_unknown_names_and_settings_are_named() -> None:
         fitted("transform", decorrelate="layers")
     with pytest.raises(ValueError, match="pilot"):
         fit_codec(CodecSpec(name="projected"), sequences(), width=WIDTH)
+
+
+def test_directions_keep_what_readers_read() -> None:
+    """Against the best of the linear reductions for one reader: those of a regression of F x on x of full rank."""
+    sample = sequences(count=8, length=200)
+    states = torch.cat([values[1:].float() for values, _ in sample])
+    reader = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(6))
+    projection, shares = reader_directions([reader], sample, 30, prior=1e-6)
+    assert shares[:20].sum() == pytest.approx(1.0, abs=1e-3)  # twenty outputs have twenty directions
+    coordinates = states @ projection[:20].t()
+    read = states @ reader.t()
+    again = coordinates @ torch.linalg.lstsq(coordinates, read).solution
+    assert (again - read).norm() < 1e-2 * read.norm()
+    centred = (states @ projection.t()) - (states @ projection.t()).mean(0)
+    covariance = centred.t() @ centred / len(centred)
+    scale = covariance.diagonal().mean()
+    assert torch.allclose(covariance, scale * torch.eye(30), atol=0.02 * float(scale))
+    assert (states @ projection.t()).abs().sum(1).mean() == pytest.approx(float(states.abs().sum(1).mean()), rel=1e-3)
+
+
+def test_several_readers_share_the_directions() -> None:
+    sample = sequences(count=8, length=200)
+    states = torch.cat([values[1:].float() for values, _ in sample])
+    one, other = torch.randn(2, 12, WIDTH, generator=torch.Generator().manual_seed(7))
+    projection, _ = reader_directions([one, other], sample, 24, prior=1e-6)
+    coordinates = states @ projection.t()
+    for reader in (one, other):
+        read = states @ reader.t()
+        again = coordinates @ torch.linalg.lstsq(coordinates, read).solution
+        assert (again - read).norm() < 1e-2 * read.norm()
+    with pytest.raises(ValueError, match="the captured states have 192"):
+        reader_directions([one], sample, WIDTH + 1)
+
+
+def test_a_projected_codec_gives_the_states_back_where_it_knows_them() -> None:
+    sample = sequences(count=8, length=200)
+    reader = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(6))
+    projection, _ = reader_directions([reader], sample, 60)
+    codec = fit_codec(
+        CodecSpec(name="projected", settings={"step": 0.05}),
+        sample,
+        width=WIDTH,
+        layers=LAYERS,
+        tensors={"projection": projection},
+    )
+    values = sample[2][0]
+    coordinates = codec.decode(codec.encode(values, first=True), len(values), dtype=torch.float32)
+    assert codec.lift is not None
+    read, again = values.float()[1:] @ reader.t(), coordinates[1:] @ codec.lift.t() @ reader.t()
+    assert (read - again).norm() < 0.1 * read.norm()

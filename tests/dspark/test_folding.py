@@ -1,0 +1,111 @@
+"""Drafters that read coordinates of the features, and teachers made of stored parts."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import a_drafter, tiny_target
+from torch import Tensor
+
+from dspark.config import SettingError
+from dspark.drafter import load_drafter, save_drafter
+from dspark.folding import features_read, read_coordinates
+from dspark.output_head import OutputHead, TeacherReader, log_normalizers
+from dspark.packing import DenseTeacher, TopOffsets
+from dspark.target import TargetError
+from dspark.target_tail import TargetTail
+
+WIDTH, COORDINATES = 96, 40
+
+
+def projection() -> tuple[Tensor, Tensor]:
+    """P [C, W] and a lift [W, C] that undoes it on the space that P keeps."""
+    p = torch.randn(COORDINATES, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return p.float(), torch.linalg.pinv(p).float()
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "dflash", "eagle3", "reduced"])
+def test_a_drafter_trained_on_coordinates_is_published_as_one_on_features(kind: str, tmp_path: Path) -> None:
+    """Exactly the same function, without a bias, whatever its weights on the coordinates have become."""
+    target = tiny_target()
+    drafter = a_drafter(target, kind)
+    features = torch.randn(11, WIDTH, generator=torch.Generator().manual_seed(1))
+    p, lift = projection()
+    read_coordinates(drafter, p, lift)
+    torch.nn.init.normal_(drafter.fc.weight, std=0.3)  # as training would leave it
+    trained = drafter.project_context(features @ p.t())
+    save_drafter(drafter, tmp_path, target.text_config)
+    published = load_drafter(tmp_path)
+    assert published.fc.weight.shape == (32, WIDTH)
+    torch.testing.assert_close(published.project_context(features), trained, rtol=1e-5, atol=1e-5)
+    names = {name for name, _ in drafter.named_parameters()}
+    assert names == {name for name, _ in published.named_parameters()}
+
+
+def test_what_the_coordinates_know_of_the_features_is_read_as_before() -> None:
+    drafter = a_drafter(tiny_target(), "vanilla")
+    p, lift = projection()
+    before = features_read(drafter).clone()
+    kept = torch.randn(7, COORDINATES, generator=torch.Generator().manual_seed(2)) @ lift.t()  # in the space P keeps
+    expected = drafter.project_context(kept)
+    read_coordinates(drafter, p, lift)
+    torch.testing.assert_close(drafter.project_context(kept @ p.t()), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(features_read(drafter) @ kept.t(), before @ kept.t(), rtol=1e-4, atol=1e-4)
+
+
+def test_features_of_other_layers_are_refused() -> None:
+    drafter = a_drafter(tiny_target(), "vanilla")
+    with pytest.raises(SettingError, match="coordinates of 64 features"):
+        read_coordinates(drafter, torch.randn(8, 64), torch.randn(64, 8))
+    read_coordinates(drafter, *projection())
+    with pytest.raises(SettingError, match="96 wide"):
+        drafter.project_context(torch.randn(3, WIDTH))
+
+
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+@pytest.mark.parametrize("known", [False, True], ids=["normaliser computed", "normaliser known"])
+@pytest.mark.parametrize("reduced", [None, 30], ids=["full", "reduced"])
+def test_offsets_are_added_to_the_teachers_logits(reduced: int | None, known: bool, soft_cap: float | None) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight, states = torch.randn(97, 16, generator=generator), torch.randn(9, 16, generator=generator)
+    ids = torch.stack([torch.randperm(97, generator=generator)[:5] for _ in range(9)])
+    values = torch.randn(9, 5, generator=generator)
+    drafted = None if reduced is None else torch.arange(3, 3 + reduced)
+    head = OutputHead.create(weight, soft_cap=soft_cap, draft_token_ids=drafted)
+    teacher = DenseTeacher(states=states, offsets=TopOffsets(token_ids=ids, values=values))
+    if known:
+        teacher.log_normalizers = log_normalizers(teacher, head, chunk_rows=4)
+    logits = states @ weight.t()
+    logits = logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
+    for row in range(9):
+        for token, value in zip(ids[row], values[row], strict=True):
+            logits[row, token] += value
+    expected = logits.softmax(-1)
+    expected = expected if drafted is None else expected[:, drafted]
+    reader = TeacherReader(teacher, head, max_rows=4, entropy=False)
+    read = torch.cat([reader.read(start, min(start + 4, 9)).probs.clone() for start in range(0, 9, 4)])
+    torch.testing.assert_close(read, expected)
+    picked = torch.tensor([4, 2, 2])
+    torch.testing.assert_close(
+        TeacherReader(teacher.rows(picked), head, max_rows=3, entropy=False).read(0, 3).probs, expected[picked]
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_the_targets_upper_layers_run_alone(kind: str) -> None:
+    target = tiny_target(kind)
+    captured = target.capture(torch.arange(3, 43)[None])
+    tail = pickle.loads(pickle.dumps(TargetTail(target)))  # as a worker process gets it
+    again = tail(captured.features[0, :, -target.hidden_size :])
+    torch.testing.assert_close(again, captured.last[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_target_whose_upper_layers_do_not_run_alone_is_refused() -> None:
+    target = tiny_target()
+    whole = target.decoder.forward
+    target.decoder.forward = lambda **inputs: whole(**inputs)  # always all of its layers
+    with pytest.raises(TargetError, match=r"another cache\.teacher_codec"):
+        TargetTail(target)
