@@ -60,6 +60,8 @@ def published_parts(folder: Path) -> dict[str, Any]:
     return values
 
 
+    if found.algorithm == "eagle3":
+        values |= {"ttt_length": found.ttt_length, "step_loss_decay": found.step_loss_decay}
 def _require_same_target(settings: Settings, folder: Path) -> None:
     """The stages compare the whole contract; this catches the common mistake before any work."""
     path = folder / "contract.json"

@@ -38,7 +38,8 @@ def _line(fault: ErrorDetails, document: Document, model: type[BaseModel]) -> st
         case "missing":
             return f"{place}: `{name}` is missing; set it in the file or as {name}=VALUE on the command line"
         case "value_error":
-            return f"{place}: {name}: {fault['ctx']['error']!s}"
+            where = [place, name] if name else [place]
+            return ": ".join([*where, str(fault["ctx"]["error"])])
         case "model_type" | "model_attributes_type":
             return f"{place}: `{name}` is {_shown(fault['input'])}; expected a section with keys"
         case "literal_error":

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from pipelines.recipes import STEP_LOSS_DECAY, require_fitting_loss, with_recipe
 from pipelines.setting_errors import explain
 from pipelines.yaml_files import Document, apply_overrides, parse_text, read_document
 
@@ -98,7 +99,7 @@ class CacheSettings(Section):
 
 
 class DrafterSettings(Section):
-    """The drafter's parts. What is null is taken from the target."""
+    """The drafter's parts. What is null is taken from the target; what an algorithm sets, `pipelines.recipes` says."""
 
     algorithm: Literal["dspark", "dflash", "eagle3"] = "dspark"
     num_draft_layers: Positive = 5
@@ -112,8 +113,17 @@ class DrafterSettings(Section):
     confidence_head_with_markov: bool = True
     draft_vocab_size: Positive | None = None  # null: the target's whole vocabulary
     initial_weights: str = Field(default="target", min_length=1)  # random, target, or a published drafter's folder
-    ttt_length: Positive = 7  # eagle3
-    step_loss_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8  # eagle3
+    ttt_length: Annotated[int, Field(ge=1, le=64)] = 7  # eagle3: unrolled steps, and draft tokens a round
+    step_loss_decay: Annotated[float, Field(gt=0.0, lt=1.0)] = STEP_LOSS_DECAY  # eagle3: a step against the one before
+
+    @property
+    def draft_tokens(self) -> int:
+        """Draft tokens a round."""
+        return self.ttt_length if self.algorithm == "eagle3" else self.block_size
+
+    @property
+    def has_confidence_head(self) -> bool:
+        return self.algorithm == "dspark" and self.enable_confidence_head
 
     @model_validator(mode="after")
     def _heads_have_what_they_read(self) -> DrafterSettings:
@@ -127,19 +137,28 @@ class DrafterSettings(Section):
 
 
 class LossSettings(Section):
-    """Weights of the loss terms; slot k (from 1) weighs exp(-(k-1)/position_decay)."""
+    """Weights of the loss terms; slot k (from 1) weighs exp(-(k-1)/position_decay).
 
-    ce: NonNegative = 0.1
-    l1: NonNegative = 0.9
-    confidence: NonNegative = 1.0
+    The defaults are DSpark's; dflash and eagle3 have their own (`pipelines/recipes.py`).
+    """
+
+    ce: NonNegative = 0.1  # to the text
+    l1: NonNegative = 0.9  # to the target's distribution, as the next three
     kl: NonNegative = 0.0
+    soft_ce: NonNegative = 0.0
+    negative_log_acceptance: NonNegative = 0.0  # -log of the acceptance rate
+    lk_hybrid: NonNegative = 0.0  # between kl and total variation, the more the latter the higher the acceptance rate
+    lk_hybrid_decay: NonNegative = 3.0
+    confidence: NonNegative = 1.0
     position_decay: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 4.0
     chunk_slots: Positive | None = None  # slots whose logits exist at once; null: chosen from the vocabulary
 
     @model_validator(mode="after")
     def _something_to_learn(self) -> LossSettings:
-        if self.ce + self.l1 + self.kl == 0:
-            raise ValueError("ce, l1 and kl are all 0: nothing would be learnt; the paper uses ce 0.1 and l1 0.9")
+        if not any((self.ce, self.l1, self.kl, self.soft_ce, self.negative_log_acceptance, self.lk_hybrid)):
+            raise ValueError(
+                "every term but confidence is 0: nothing would be learnt; the paper uses ce 0.1 and l1 0.9"
+            )
         return self
 
 
@@ -314,6 +333,11 @@ def check_settings(document: Document) -> Settings:
     """Validate; raises UserError naming for each fault the place, the nearest valid key or what was expected."""
     try:
         # JSON mode: strict about types, while a YAML list is a tuple.
-        return Settings.model_validate_json(json.dumps(document.values))
+        return Settings.model_validate_json(json.dumps(with_recipe(document.values)))
     except ValidationError as error:
         raise explain(error, document, Settings) from None
+    @model_validator(mode="after")
+    def _loss_fits_the_drafter(self) -> Settings:
+        require_fitting_loss(self.drafter, self.train.loss)
+        return self
+

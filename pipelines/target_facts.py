@@ -53,6 +53,7 @@ class TargetFacts:
         from dspark.contract import Contract
 
         drafter = settings.drafter
+        has_block = with_block and drafter.algorithm != "eagle3"  # which drafts one token after the other, unmasked
         return Contract(
             target_name=self.name,
             target_revision=self.revision,
@@ -62,9 +63,9 @@ class TargetFacts:
             weights_sha256=self.hashes["weights_sha256"],
             tokenizer_sha256=self.hashes["tokenizer_sha256"],
             chat_template_sha256=self.hashes["chat_template_sha256"],
-            block_layout=drafter.block_layout if with_block else None,
-            block_size=drafter.block_size if with_block else None,
-            mask_token_id=self.mask_token_id if with_block else None,
+            block_layout=drafter.block_layout if has_block else None,
+            block_size=drafter.draft_tokens if with_block else None,
+            mask_token_id=self.mask_token_id if has_block else None,
         ).to_dict()
 
     def to_dict(self) -> dict[str, Any]:

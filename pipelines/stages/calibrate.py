@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pipelines.run import Run
 
 TEMPERATURES = "temperatures.json"
+NOTHING = "nothing-to-calibrate.json"
 
 
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
@@ -39,8 +40,10 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     wanted = settings.calibrate
     folder = Folder(run.location("calibrate"))
     facts = examine_target(settings)
-    if not settings.drafter.enable_confidence_head or settings.drafter.algorithm != "dspark":
-        reporter.say("the drafter has no confidence head: nothing to calibrate")
+    if not settings.drafter.has_confidence_head:
+        why = "the drafter has no confidence head: nothing to calibrate"
+        reporter.say(why)
+        folder.write(NOTHING, (json.dumps({"why": why}) + "\n").encode())
         return {"temperatures": None}
     prompts = read_split(Path(run.location("regenerate"), "calibration.jsonl"), "calibration")
     plan = DecodePlan(
@@ -55,7 +58,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     )
     units = cut(prompts, variant=DSPARK, temperature=wanted.temperature, seed=0, split="calibration", rows=wanted.rows)
     decode_all(plan, units, wanted.workers, reporter)
-    block = settings.drafter.block_size
+    block = settings.drafter.draft_tokens
     rounds = columns(read_events(folder.full("events-all.parquet")), slots=block)
     logits, accepted, reached = rounds["confidence_logits"], rounds["accepted"], rounds["reached"]
     grid = np.geomspace(wanted.grid_low, wanted.grid_high, wanted.grid_points)
