@@ -1,7 +1,7 @@
 """The `dspark` command. It imports nothing heavy until a command needs it; a user's mistake exits with code 2.
 
 `dspark run CONFIG` does every stage that is not done yet. Each stage, the tools on caches, and the cluster have their
-own commands (`cli_tools`, `cli_cluster`).
+own commands (`cli_cache`, `cli_tools`, `cli_cluster`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelines import cli_cluster, cli_tools
+from pipelines import cli_cache, cli_cluster, cli_tools
 from pipelines.errors import UserError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _add_stage_command(name: str, summary: str) -> None:
 _add_stage_command("regenerate", "Let the target write its own answers to the training prompts.")
 
 
-@cli_tools.cache_app.command("build")
+@cli_cache.cache_app.command("build")
 def build_cache(
     config: ConfigArgument, overrides: OverridesArgument = None, redo: RedoOption = False, as_json: JsonOption = False
 ) -> None:
@@ -78,7 +78,7 @@ def build_cache(
     _run_stages(config, overrides or [], ["cache"], redo=redo, as_json=as_json)
 
 
-app.add_typer(cli_tools.cache_app, name="cache")
+app.add_typer(cli_cache.cache_app, name="cache")
 _add_stage_command("train", "Train the drafter on the target cache.")
 _add_stage_command("calibrate", "Fit the confidence temperatures on the calibration prompts.")
 _add_stage_command("evaluate", "Measure accepted length on the evaluation prompts.")

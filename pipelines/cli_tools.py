@@ -1,4 +1,4 @@
-"""Commands that look at things: caches, plans, reports, single answers, this machine, settings."""
+"""Commands that look at things: plans, reports, single answers, this machine, settings."""
 
 from __future__ import annotations
 
@@ -6,59 +6,12 @@ import json
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="A settings file.")]
 OverridesArgument = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's.")
 ]
-PathArgument = Annotated[str, typer.Argument(metavar="PATH", help="A target cache, or the run that holds it.")]
-
-
-class _BuildByDefault(TyperGroup):
-    """`dspark cache CONFIG` is `dspark cache build CONFIG`; the other words are tools."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and not args[0].startswith("-") and args[0] not in self.commands:
-            args = ["build", *args]
-        return super().parse_args(ctx, args)
-
-
-cache_app = typer.Typer(
-    cls=_BuildByDefault,
-    help="Build the target cache (`dspark cache CONFIG`), or look at one.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-
-
-@cache_app.command("info")
-def cache_info(path: PathArgument, as_json: JsonOption = False) -> None:
-    """Rows, tokens, bytes a token by part, codecs with their measured errors, identity."""
-    from storage.target_cache import TargetCache
-
-    print_values(TargetCache.open(_cache_in(path)).info(), as_json)
-
-
-@cache_app.command("verify")
-def cache_verify(path: PathArgument, as_json: JsonOption = False) -> None:
-    """Read everything, check every checksum, and name what is wrong; exit code 1 if anything is."""
-    from storage.target_cache import TargetCache
-
-    cache = TargetCache.open(_cache_in(path))
-    problems = [str(problem) for problem in cache.verify()]
-    if as_json:
-        print(json.dumps({"rows": len(cache), "problems": problems}, indent=2))
-    else:
-        print("\n".join(problems) or f"{len(cache):,} rows, nothing wrong")
-    raise typer.Exit(1 if problems else 0)
-
-
-def _cache_in(path: str) -> str:
-    from storage.filesystems import Folder
-
-    return f"{path.rstrip('/')}/cache" if Folder(path).exists("run.json") else path
 
 
 def add_commands(app: typer.Typer) -> None:

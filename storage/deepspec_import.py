@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 import torch
 
-from storage.codecs import CodecSpec, fit_codec
-from storage.commits import create_or_resume, finish, write_unit
+from storage.codecs import CodecSpec, TeacherRow, as_tensor, fit_codec, fit_teacher
 from storage.filesystems import Folder
 from storage.plan import DEFAULT_UNIT_TOKENS, CachePlan, Codecs
-from storage.records import CacheRow
+from storage.records import CacheRow, teacher_positions
+from storage.rewriting import FIT_TOKENS, OnUnit, write_cache
+from storage.shards import encode_row
 
 RECORD = struct.Struct("<qii5q")
-FIT_TOKENS = 8192
+MAX_OPEN = 32  # shards held open
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,7 @@ class DeepSpecCache:
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self.folder = Folder(path)
+        self._files: dict[str, pa.NativeFile] = {}
         for name in ("manifest.json", "samples.idx"):
             if not self.folder.exists(name):
                 raise FileNotFoundError(f"{self.folder.describe(name)} is not there: not a cache of the reference")
@@ -71,6 +75,9 @@ class DeepSpecCache:
         self.hidden_size = int(self.manifest["hidden_size"])
         self.layer_ids = [int(layer) for layer in self.manifest["target_layer_ids"]]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": {}}
+
     def __len__(self) -> int:
         return len(self.records)
 
@@ -79,29 +86,44 @@ class DeepSpecCache:
 
     def sample(self, index: int) -> DeepSpecSample:
         """One sample; ValueError names the shard and the sample if the index points outside the shard."""
-        sample_id, shard, length, *offsets = self.records[index]
-        width = len(self.layer_ids) * self.hidden_size
-        name = self.shards.get(shard)
-        if name is None:
-            raise ValueError(f"sample {sample_id}: shard {shard} is not in the manifest")
-        sizes = (4 * length, length, length, 2 * length * width, 2 * length * self.hidden_size)
-        with self.folder.open_input(name) as file:
-            parts = []
-            for offset, size in zip(offsets, sizes, strict=True):
-                if offset < 0 or offset + size > file.size():
-                    raise ValueError(
-                        f"{self.folder.describe(name)}: sample {sample_id} should lie at {offset}..{offset + size}, "
-                        f"but the file has {file.size()} bytes; it is cut short or not of this cache"
-                    )
-                parts.append(np.frombuffer(file.read_at(size, offset), np.uint8).copy())
-        ids, _, loss_mask, states, last = parts
+        sample_id, shard, length = self.records[index][:3]
+        ids, attention_mask, loss_mask, states, last = (self._part(index, part) for part in range(5))
+        if not attention_mask.all():
+            raise ValueError(
+                f"{self.folder.describe(self.shards[shard])}: sample {sample_id} has "
+                f"{int((attention_mask == 0).sum())} tokens outside its attention mask; this format keeps whole "
+                "sequences only: write the sample without its padding"
+            )
         return DeepSpecSample(
             sample_id=sample_id,
             input_ids=ids.view("<i4"),
             loss_mask=loss_mask,
-            states=torch.from_numpy(states.view("<i2")).view(torch.bfloat16).view(length, width),
+            states=torch.from_numpy(states.view("<i2")).view(torch.bfloat16).view(length, -1),
             last=torch.from_numpy(last.view("<i2")).view(torch.bfloat16).view(length, self.hidden_size),
         )
+
+    def loss_mask(self, index: int) -> np.ndarray:
+        """[S] uint8, without reading the states."""
+        return self._part(index, 2)
+
+    def _part(self, index: int, part: int) -> np.ndarray:
+        """Bytes of one of the five arrays of a sample, in the order of its offsets."""
+        sample_id, shard, length, *offsets = self.records[index]
+        name = self.shards.get(shard)
+        if name is None:
+            raise ValueError(f"sample {sample_id}: shard {shard} is not in the manifest")
+        size = length * (4, 1, 1, 2 * len(self.layer_ids) * self.hidden_size, 2 * self.hidden_size)[part]
+        if name not in self._files:
+            if len(self._files) >= MAX_OPEN:
+                self._files.pop(next(iter(self._files)))
+            self._files[name] = self.folder.open_input(name, memory_map=False)
+        file, offset = self._files[name], offsets[part]
+        if offset < 0 or offset + size > file.size():
+            raise ValueError(
+                f"{self.folder.describe(name)}: sample {sample_id} should lie at {offset}..{offset + size}, "
+                f"but the file has {file.size()} bytes; it is cut short or not of this cache"
+            )
+        return np.frombuffer(file.read_at(size, offset), np.uint8).copy()
 
 
 def spans_of(mask: np.ndarray) -> list[tuple[int, int]]:
@@ -120,11 +142,13 @@ def import_deepspec(
     teacher_scope: Literal["supervised", "all"] = "supervised",
     unit_tokens: int = DEFAULT_UNIT_TOKENS,
     max_bytes: int | None = None,
+    workers: int = 0,
+    on_unit: OnUnit | None = None,
 ) -> dict[str, Any]:
     """Write `source` to `root` in this format, bit-exact by default. Resumes; returns the finish record.
 
     `contract` gives what the reference does not record (hashes, thinking mode); a field that it does record must agree.
-    `teacher_scope="all"` keeps last states at unsupervised positions too.
+    `teacher_scope="all"` keeps last states at unsupervised positions too. Samples without a token are left out, listed.
     """
     cache = DeepSpecCache(source)
     known = {"target_name": cache.manifest["target_model_name_or_path"], "target_layer_ids": cache.layer_ids}
@@ -134,43 +158,62 @@ def import_deepspec(
             f"the contract captures layers {list(merged['target_layer_ids'])}, "
             f"the cache in {source} holds {cache.layer_ids}"
         )
+    kept = [index for index in range(len(cache)) if cache.length(index)]
+    empty = [str(cache.records[index][0]) for index in range(len(cache)) if not cache.length(index)]
     plan = CachePlan(
         contract=merged,
         inputs={"imported_from": "deepspec-v2", "manifest": cache.manifest},
         num_layers=len(cache.layer_ids),
         hidden_size=cache.hidden_size,
-        samples=[(str(record[0]), record[2]) for record in cache.records],
+        samples=[(str(cache.records[index][0]), cache.length(index)) for index in kept],
+        spans=[spans_of(cache.loss_mask(index)) for index in kept],
         features=features or CodecSpec(name="bf16"),
         teacher=teacher or CodecSpec(name="bf16"),
         teacher_scope=teacher_scope,
         unit_tokens=unit_tokens,
+        skipped={"empty": empty} if empty else {},
         max_bytes=max_bytes,
     )
-    done = create_or_resume(root, plan, lambda: _fit(cache, plan))
-    for unit, (start, stop) in enumerate(plan.units):
-        if unit not in done:
-            write_unit(root, unit, _rows(cache, start, stop))
-    return finish(root)
+    width = 2 * cache.hidden_size * (len(cache.layer_ids) + 1)
+    return write_cache(
+        root,
+        plan,
+        lambda: _fit(cache, plan, kept),
+        cache,
+        partial(_encoded, kept=kept, scope=teacher_scope),
+        cost=lambda index: cache.length(kept[index]) * width,
+        workers=workers,
+        on_unit=on_unit,
+    )
 
 
-def _rows(cache: DeepSpecCache, start: int, stop: int) -> Iterator[CacheRow]:
-    for index in range(start, stop):
-        sample = cache.sample(index)
-        yield CacheRow(
-            sample_id=str(sample.sample_id),
-            input_ids=sample.input_ids,
-            spans=spans_of(sample.loss_mask),
-            features=sample.states,
-            last=sample.last,
-        )
+def _encoded(cache: DeepSpecCache, index: int, codecs: Codecs, *, kept: list[int], scope: str) -> Mapping[str, Any]:
+    return encode_row(_row(cache.sample(kept[index])), codecs, scope=scope)
 
 
-def _fit(cache: DeepSpecCache, plan: CachePlan) -> Codecs:
+def _row(sample: DeepSpecSample) -> CacheRow:
+    return CacheRow(
+        sample_id=str(sample.sample_id),
+        input_ids=sample.input_ids,
+        spans=spans_of(sample.loss_mask),
+        features=sample.states,
+        last=sample.last,
+    )
+
+
+def _fit(cache: DeepSpecCache, plan: CachePlan, kept: list[int]) -> Codecs:
     """Codecs fitted on samples spread over the cache, up to FIT_TOKENS tokens."""
     step = max(1, plan.tokens // FIT_TOKENS)
-    chosen = [cache.sample(index) for index in range(0, len(cache), step)]
-    width = plan.num_layers * plan.hidden_size
-    states = fit_codec(plan.features, [(s.states, True) for s in chosen], width=width, layers=plan.num_layers)
+    rows = [_row(cache.sample(index)) for index in kept[::step]]
+    layers, hidden = plan.num_layers, plan.hidden_size
+    of_features = [(as_tensor(row.features), True) for row in rows]
+    of_teacher = []
+    for row in rows:
+        assert row.last is not None
+        positions = teacher_positions(row.spans, len(row.input_ids), plan.teacher_scope)
+        of_teacher.append(TeacherRow(features=as_tensor(row.features), last=as_tensor(row.last), positions=positions))
     assert plan.teacher is not None
-    last = fit_codec(plan.teacher, [(s.last, True) for s in chosen], width=plan.hidden_size)
-    return Codecs(features=states, teacher=last)
+    return Codecs(
+        features=fit_codec(plan.features, of_features, width=layers * hidden, layers=layers),
+        teacher=fit_teacher(plan.teacher, of_teacher, width=hidden),
+    )

@@ -56,6 +56,10 @@ class Folder:
         """The path of `name` on this folder's file system."""
         return f"{self._path}/{name}" if name else self._path
 
+    def child(self, name: str) -> Folder:
+        """A folder below this one."""
+        return Folder(f"{self.url.rstrip('/')}/{name}")
+
     def local_path(self, name: str = "") -> Path:
         """The path of `name` for code that needs a real file; only for local folders."""
         if not self.is_local:

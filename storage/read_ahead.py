@@ -24,13 +24,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 
-if TYPE_CHECKING:
-    from storage.target_cache import TargetCache
-
+Source = TypeVar("Source")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -56,6 +54,7 @@ class ReadAhead(Generic[Item, Result]):
     """Iterates over `work(cache, item)` of every item, in the items' order, computed by worker processes.
 
     Args:
+        cache: a `TargetCache`, or whatever else `work` reads; each worker has a copy that was pickled.
         work: an importable function or a partial of one. It may return tensors on the CPU, numpy arrays and anything
             that pickles; an exception of its own is raised here when its item's turn comes.
         cost: bytes that an item's result takes, at most; `TargetCache.decoded_bytes` bounds rows.
@@ -68,9 +67,9 @@ class ReadAhead(Generic[Item, Result]):
 
     def __init__(
         self,
-        cache: TargetCache,
+        cache: Source,
         items: Iterable[Item],
-        work: Callable[[TargetCache, Item], Result],
+        work: Callable[[Source, Item], Result],
         *,
         cost: Callable[[Item], int],
         workers: int = 1,

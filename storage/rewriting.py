@@ -1,0 +1,285 @@
+"""Caches made from other caches: to another codec, or several joined into one.
+
+Rows pass from the old cache to the new one unit by unit, encoded by worker processes where that is work, and resume
+like any build. What a part of a row is not re-coded for, is copied bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from storage.codecs import Codec, CodecSpec, TargetParts, TeacherRow, fit_codec, fit_teacher
+from storage.commits import Root, create_or_resume, finish, load_codecs, write_unit
+from storage.identity import differences
+from storage.plan import DEFAULT_UNIT_TOKENS, CachePlan, Codecs
+from storage.read_ahead import ReadAhead
+from storage.records import StoredRow
+from storage.shards import checksum_of
+from storage.target_cache import TargetCache
+
+FIT_TOKENS = 8192  # tokens whose states a codec is fitted on
+COPIED_FIELDS = ("contract", "num_layers", "hidden_size", "teacher_scope")
+
+Source = TypeVar("Source")
+Encode = Callable[[Source, int, Codecs], Mapping[str, Any]]
+OnUnit = Callable[[Mapping[str, Any]], None]
+
+
+def write_cache(
+    root: Root,
+    plan: CachePlan,
+    codecs: Callable[[], Codecs] | None,
+    source: Any,
+    encode: Encode[Any],
+    *,
+    cost: Callable[[int], int],
+    workers: int = 0,
+    on_unit: OnUnit | None = None,
+    notes: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Build the cache of `plan` whose row i is `encode(source, i, codecs)`; resumes; returns the finish record.
+
+    `workers` processes read and encode (none: this one does); `source` and `encode` are then pickled, and `cost` bounds
+    the bytes of a row on the way. `on_unit` is called with each unit's commit record, those that an earlier process
+    wrote included.
+    """
+    done = create_or_resume(root, plan, codecs)
+    left = [unit for unit in range(len(plan.units)) if unit not in done]
+    indices = (row for unit in left for row in range(*plan.units[unit]))
+    work = partial(_encode, encode=encode, codecs=load_codecs(root))
+    rows: Iterator[Any]
+    if workers and left:
+        rows = ReadAhead(source, indices, work, cost=cost, workers=workers)
+    else:
+        rows = (work(source, index) for index in indices)
+    for unit, (start, stop) in enumerate(plan.units):
+        given = iter(()) if unit in done else islice(rows, stop - start)
+        record = write_unit(root, unit, given, max_bytes=plan.max_bytes)
+        if on_unit is not None:
+            on_unit(record)
+    if isinstance(rows, ReadAhead):
+        rows.close()
+    return finish(root, notes)
+
+
+def _encode(source: Any, index: int, *, encode: Encode[Any], codecs: Codecs) -> Mapping[str, Any]:
+    return encode(source, index, codecs)
+
+
+def recode(
+    source: Root,
+    root: Root,
+    *,
+    features: CodecSpec | None = None,
+    teacher: CodecSpec | None = None,
+    codecs_of: Root | None = None,
+    target: TargetParts | None = None,
+    unit_tokens: int | None = None,
+    max_bytes: int | None = None,
+    workers: int = 0,
+    on_unit: OnUnit | None = None,
+) -> dict[str, Any]:
+    """Write the cache `source` again to `root` with other codecs; returns the finish record. Resumes.
+
+    A part for which no codec is given keeps its bytes. `codecs_of`: take both codecs, as fitted, from that cache, so
+    that the two can be merged. `target` serves teacher codecs that ask for the target; it cannot go to `workers`.
+
+    Raises:
+        ValueError: nothing would change, or the source holds coordinates where states are needed.
+    """
+    cache = TargetCache.open(source)
+    given = load_codecs(codecs_of) if codecs_of is not None else None
+    if given is not None:
+        if features or teacher:
+            raise ValueError("give codecs by name, or a cache to take them from, not both")
+        features = CodecSpec(name=given.features.name, settings=given.features.settings)
+        teacher = CodecSpec(name=given.teacher.name, settings=given.teacher.settings) if given.teacher else None
+    if features is None and teacher is None:
+        raise ValueError("neither a codec for the features nor one for the teacher is given: nothing would change")
+    if features is not None and cache.projection is not None:
+        raise ValueError(
+            f"{cache.folder} keeps {cache.codecs.features.out_width} coordinates of the captured states, not the "
+            "states themselves: its features cannot be coded anew; recode the cache that they were made from"
+        )
+    if teacher is not None and cache.codecs.teacher is None:
+        raise ValueError(f"{cache.folder} stores no teacher that could be coded; build the cache anew")
+    if target is not None and workers:
+        raise ValueError("a teacher codec that needs the target is encoded by this process: use workers = 0")
+    fields = cache.manifest["fields"]
+    old = {part: CodecSpec(**fields[part]) if fields[part] else None for part in ("features", "teacher")}
+    plan = _plan_from(
+        [cache],
+        features=features or old["features"],
+        teacher=teacher or old["teacher"],
+        inputs={**fields["inputs"], "recoded_from": cache.identity},
+        unit_tokens=unit_tokens or fields["unit_tokens"],
+        max_bytes=max_bytes,
+    )
+
+    def codecs() -> Codecs:
+        fresh = given or _fit(cache, features, teacher, target)
+        return Codecs(
+            features=fresh.features if features else cache.codecs.features,
+            teacher=fresh.teacher if teacher else cache.codecs.teacher,
+        )
+
+    work = partial(_recoded, features=features is not None, teacher=teacher is not None, target=target)
+    return write_cache(root, plan, codecs, cache, work, cost=cache.decoded_bytes, workers=workers, on_unit=on_unit)
+
+
+def _recoded(
+    cache: TargetCache, index: int, codecs: Codecs, *, features: bool, teacher: bool, target: TargetParts | None
+) -> Mapping[str, Any]:
+    columns = dict(cache.raw_row(index))
+    row = cache.decode(columns, dtype=torch.float32)
+    if features:
+        columns["context"] = codecs.features.encode(row.features, first=True)
+    if teacher and len(row.teacher_positions):
+        assert codecs.teacher is not None
+        codecs.teacher.target = target
+        whole = _teacher_row(row)
+        columns["teacher"] = codecs.teacher.encode_teacher(whole.features, whole.last, whole.positions)
+    columns["checksum"] = checksum_of(columns)
+    return columns
+
+
+def _teacher_row(row: StoredRow) -> TeacherRow:
+    """A stored row as codecs of the teacher see one: last states at every token, zero where none is stored."""
+    last = torch.zeros(len(row.input_ids), row.last_states.shape[1])
+    last[row.teacher_positions] = row.last_states
+    return TeacherRow(features=row.features, last=last, positions=row.teacher_positions.numpy())
+
+
+def _fit(
+    cache: TargetCache, features: CodecSpec | None, teacher: CodecSpec | None, target: TargetParts | None
+) -> Codecs:
+    """New codecs, fitted on rows spread over the cache, up to FIT_TOKENS tokens."""
+    fields = cache.manifest["fields"]
+    step = max(1, int(cache.lengths.sum(dtype=np.int64)) // FIT_TOKENS)
+    rows = list(cache.rows(range(0, len(cache), step), dtype=torch.float32))
+    layers, hidden = fields["num_layers"], fields["hidden_size"]
+    of_features: Codec = cache.codecs.features
+    if features is not None:
+        sample = [(row.features, True) for row in rows]
+        of_features = fit_codec(features, sample, width=layers * hidden, layers=layers)
+    of_teacher = cache.codecs.teacher
+    if teacher is not None:
+        of_teacher = fit_teacher(teacher, [_teacher_row(row) for row in rows], width=hidden, target=target)
+    return Codecs(features=of_features, teacher=of_teacher)
+
+
+class _Joined:
+    """The rows of several caches, one cache after the other."""
+
+    def __init__(self, caches: Sequence[TargetCache]) -> None:
+        self.caches = caches
+        self._starts = np.cumsum([0, *map(len, caches)])
+
+    def _locate(self, index: int) -> tuple[TargetCache, int]:
+        place = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self.caches[place], index - int(self._starts[place])
+
+    def decoded_bytes(self, rows: int) -> int:
+        cache, row = self._locate(rows)
+        return cache.decoded_bytes(row)
+
+    def raw_row(self, index: int) -> dict[str, Any]:
+        cache, row = self._locate(index)
+        return cache.raw_row(row)
+
+
+def _raw_row(source: _Joined, index: int, codecs: Codecs) -> Mapping[str, Any]:
+    return source.raw_row(index)
+
+
+def merge(
+    sources: Sequence[Root],
+    root: Root,
+    *,
+    unit_tokens: int | None = None,
+    max_bytes: int | None = None,
+    on_unit: OnUnit | None = None,
+) -> dict[str, Any]:
+    """Join caches of one target, coded alike, into one; rows are copied bit by bit. Returns the finish record.
+
+    Raises:
+        ValueError: fields that readers rely on differ, the codecs were fitted on different samples, or a sample id
+            occurs in two of the caches. The message names what differs and the cure.
+    """
+    if len(sources) < 2:
+        raise ValueError(f"{len(sources)} cache given: merging takes at least two")
+    caches = [TargetCache.open(source) for source in sources]
+    first = caches[0]
+    for other in caches[1:]:
+        _require_alike(first, other)
+    owners: dict[str, TargetCache] = {}
+    for cache in caches:
+        for sample_id in cache.sample_ids:
+            if sample_id in owners:
+                raise ValueError(
+                    f"sample {sample_id!r} is in {owners[sample_id].folder} and in {cache.folder}: a sample may be in "
+                    "one of the caches only"
+                )
+            owners[sample_id] = cache
+    fields = first.manifest["fields"]
+    plan = _plan_from(
+        caches,
+        features=CodecSpec(**fields["features"]),
+        teacher=CodecSpec(**fields["teacher"]) if fields["teacher"] else None,
+        inputs={"merged_from": [cache.identity for cache in caches]},
+        unit_tokens=unit_tokens or fields["unit_tokens"],
+        max_bytes=max_bytes,
+    )
+    source = _Joined(caches)
+    return write_cache(root, plan, lambda: first.codecs, source, _raw_row, cost=source.decoded_bytes, on_unit=on_unit)
+
+
+def _require_alike(first: TargetCache, other: TargetCache) -> None:
+    names = (*COPIED_FIELDS, "features", "teacher")
+    ours, theirs = ({name: cache.manifest["fields"][name] for name in names} for cache in (first, other))
+    found = differences(ours, theirs)
+    if found:
+        lines = "\n".join(f"  {path}: {a!r} and {b!r}" for path, a, b in found)
+        raise ValueError(f"{first.folder} and {other.folder} cannot be merged; they differ in\n{lines}")
+    for part in ("features", "teacher"):
+        a, b = (cache.manifest["codecs"][part] for cache in (first, other))
+        if a and a["sha256"] != b["sha256"]:
+            raise ValueError(
+                f"the {part} codecs of {first.folder} and {other.folder} were fitted on different samples: recode one "
+                f"of them first (`dspark cache recode {other.folder} NEW --codecs-of {first.folder}`)"
+            )
+
+
+def _plan_from(
+    caches: Sequence[TargetCache],
+    *,
+    features: CodecSpec | None,
+    teacher: CodecSpec | None,
+    inputs: Mapping[str, Any],
+    unit_tokens: int = DEFAULT_UNIT_TOKENS,
+    max_bytes: int | None = None,
+) -> CachePlan:
+    assert features is not None
+    skipped: dict[str, list[str]] = {}
+    for cache in caches:
+        for reason, ids in cache.manifest["skipped"].items():
+            skipped.setdefault(reason, []).extend(ids)
+    fields = caches[0].manifest["fields"]
+    return CachePlan(
+        **{name: fields[name] for name in COPIED_FIELDS},
+        samples=[(sample_id, int(n)) for c in caches for sample_id, n in zip(c.sample_ids, c.lengths, strict=True)],
+        spans=[cache.spans(index) for cache in caches for index in range(len(cache))],
+        features=features,
+        teacher=teacher,
+        unit_tokens=unit_tokens,
+        inputs=inputs,
+        skipped=skipped,
+        shortened=[sample_id for cache in caches for sample_id in cache.manifest.get("shortened", ())],
+        max_bytes=max_bytes,
+    )
