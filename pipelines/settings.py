@@ -306,6 +306,11 @@ class Settings(Section):
     tracking: TrackingSettings = TrackingSettings()
     cluster: ClusterSettings = ClusterSettings()
 
+    @model_validator(mode="after")
+    def _loss_fits_the_drafter(self) -> Settings:
+        require_fitting_loss(self.drafter, self.train.loss)
+        return self
+
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values, every default written out."""
         return self.model_dump(mode="json")
@@ -336,8 +341,3 @@ def check_settings(document: Document) -> Settings:
         return Settings.model_validate_json(json.dumps(with_recipe(document.values)))
     except ValidationError as error:
         raise explain(error, document, Settings) from None
-    @model_validator(mode="after")
-    def _loss_fits_the_drafter(self) -> Settings:
-        require_fitting_loss(self.drafter, self.train.loss)
-        return self
-
