@@ -147,6 +147,7 @@ class DrafterConfig:
         """The `config.json` of this drafter: the target's text config with every drafter key written out."""
         values = as_dict(target_text_config)
         values.pop("_name_or_path", None)  # where the target lay on the machine that trained
+        values.pop("per_layer_config", None)  # of the target's layers, which are more than the drafter's
         values |= {
             "attention_bias": self.attention_bias,
             "intermediate_size": self.intermediate_size,

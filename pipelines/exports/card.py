@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
+from dspark.config import DrafterConfig
 from pipelines.reporting.markdown import length_table
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
@@ -15,7 +17,7 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 def model_card(
     name: str,
-    config: Mapping[str, Any],
+    config: DrafterConfig,
     contract: Mapping[str, Any],
     temperatures: Sequence[float] | None,
     report: Mapping[str, Any] | None,
@@ -26,11 +28,12 @@ def model_card(
     """README.md with YAML front matter. Figures come from the report; without one the card says so."""
     front = _front_matter(contract, license, report)
     lines = ["---", yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip(), "---", "", f"# {name}", ""]
-    kind = _kind(config)
+    kind = {"dspark": "DSpark", "dflash": "DFlash", "eagle3": "EAGLE-3"}[config.algorithm]
+    layers = ", ".join(map(str, config.target_layer_ids))
     lines += [
         f"A {kind} drafter for speculative decoding with `{contract['target_name']}`. It drafts "
-        f"{config.get('block_size', config.get('ttt_length'))} tokens a round, which the target verifies in one pass; "
-        "the text is the target's own.",
+        f"{config.block_size} {'token' if config.block_size == 1 else 'tokens'} a round, which the target verifies in "
+        "one pass; the text is the target's own.",
         "",
         "It works with this target only: "
         + (f"revision `{contract['target_revision']}`, " if contract.get("target_revision") else "")
@@ -43,21 +46,9 @@ def model_card(
         "## Serving",
         "",
         *[f"- {note}" for note in gates["5 engines"]],
-        "- Layout: anchor first; context states are the outputs of the target's decoder layers "
-        f"{', '.join(map(str, config['target_layer_ids']))} (counted from 0).",
+        f"- {_layout(config)}; context states are the outputs of the target's decoder layers {layers} (from 0).",
+        *_commands(config, speculators="4 drafts alike, speculators layout" in gates, temperatures=bool(temperatures)),
     ]
-    if config.get("block_layout") == "anchor-first" and config.get("markov_rank"):
-        lines += [
-            '- vLLM: `--speculative-config \'{"method": "dspark", "model": "…", "num_speculative_tokens": '
-            f"{config['block_size']}}}'`",
-            "- SGLang: `--speculative-algorithm DSPARK --speculative-draft-model-path …`"
-            + (" `--speculative-dspark-confidence-sts-path sglang_temperatures.json`" if temperatures else ""),
-        ]
-        if config.get("markov_head_type") == "vanilla":
-            lines += [
-                "- llama.cpp: convert with `convert_hf_to_gguf.py --target-model-dir TARGET`, serve with "
-                f"`--spec-type draft-dspark --spec-draft-n-max {config['block_size']}`"
-            ]
     if temperatures:
         shown = ", ".join(f"{value:.3f}" for value in temperatures)
         lines += [
@@ -75,6 +66,8 @@ def model_card(
         "- `contract.json`: what the states and blocks mean, with the hashes of target, tokenizer and chat template.",
         "- `gates.json`: what was checked before publication. `manifest.json`: the hash of every file.",
     ]
+    if "4 drafts alike, speculators layout" in gates:
+        lines += ["- `speculators/`: the same drafter in the layout of `speculators`, without embedding and head."]
     if report is not None:
         lines += ["- `report.html`, `report.json`: how it was measured, slot by slot."]
     return "\n".join(lines) + "\n"
@@ -101,10 +94,39 @@ def _headline(report: Mapping[str, Any] | None) -> float | None:
     return None
 
 
-def _kind(config: Mapping[str, Any]) -> str:
-    if "ttt_length" in config:
-        return "EAGLE-3"
-    return "DSpark" if config.get("markov_rank") or config.get("enable_confidence_head") else "DFlash"
+def _layout(config: DrafterConfig) -> str:
+    if config.algorithm == "eagle3":
+        return "One token after the other, by one layer that reads its own output"
+    if config.block_layout == "mask-first":
+        return f"Layout: {config.input_slots} slots, the anchor's predicts nothing"
+    return "Layout: anchor first"
+
+
+def _commands(config: DrafterConfig, *, speculators: bool, temperatures: bool) -> list[str]:
+    """How each engine is started with this folder."""
+    tokens = config.block_size
+
+    def vllm(method: str, folder: str) -> str:
+        asked = {"method": method, "model": folder, "num_speculative_tokens": tokens}
+        return f"- vLLM: `--speculative-config '{json.dumps(asked, ensure_ascii=False)}'`"
+
+    lines = []
+    if config.markov_rank:
+        lines += [
+            vllm("dspark", "…"),
+            "- SGLang: `--speculative-algorithm DSPARK --speculative-draft-model-path …`"
+            + (" `--speculative-dspark-confidence-sts-path sglang_temperatures.json`" if temperatures else ""),
+        ]
+    elif config.block_layout == "mask-first":
+        lines.append(vllm("dflash", "…"))
+    elif speculators:
+        lines.append(vllm(config.algorithm, "…/speculators"))
+    if config.markov_head_type == "vanilla":
+        lines += [
+            "- llama.cpp: convert with `convert_hf_to_gguf.py --target-model-dir TARGET`, serve with "
+            f"`--spec-type draft-dspark --spec-draft-n-max {tokens}`"
+        ]
+    return lines
 
 
 def _measured(report: Mapping[str, Any] | None) -> list[str]:

@@ -13,7 +13,6 @@ Legend: S sequence, G block slots, V vocabulary, m captured layers, d hidden siz
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipelines.exports.reader import ARCHITECTURES, NativeReader
+from dspark.config import DrafterConfig
+from pipelines.exports.reader import OUTSIDE, open_folder
 
 EVERY_BLOCK_KEY = (
     "architectures",
@@ -70,8 +70,9 @@ def keys_written(config: Mapping[str, Any]) -> list[str]:
     elif "Eagle3" in architecture:
         left_out = ("block_size", "mask_token_id", "num_anchors", "layer_types")
         required = [key for key in EVERY_BLOCK_KEY if key not in left_out] + list(EAGLE_KEYS)
+        required += FAMILY_KEYS["Qwen3DSparkModel"]
     else:
-        required = [*EVERY_BLOCK_KEY, "dflash_config"]
+        required = [*EVERY_BLOCK_KEY, "block_layout", "dflash_config", *FAMILY_KEYS["Qwen3DSparkModel"]]
     missing = [key for key in required if key not in config]
     # A softcap or a confidence head's input may be absent by meaning, never a layout key.
     empty = [key for key in required if key in config and config[key] is None and key != "markov_head_type"]
@@ -82,8 +83,9 @@ def keys_written(config: Mapping[str, Any]) -> list[str]:
         )
     if config["tie_word_embeddings"] is not False:
         raise GateFailed("config.json must say tie_word_embeddings: false, the drafter's head is stored by itself")
-    if architecture in FAMILY_KEYS and config["block_layout"] != "anchor-first":
-        raise GateFailed(f"block_layout is {config['block_layout']!r}, the native DSpark layout is anchor-first")
+    layout = "anchor-first" if architecture in FAMILY_KEYS else "mask-first"
+    if config.get("block_layout", layout) != layout:
+        raise GateFailed(f"block_layout is {config['block_layout']!r}, but {architecture} is {layout}")
     return required
 
 
@@ -134,10 +136,7 @@ def drafts_alike(
     `token_ids` [S] and `features` [S, m*d] are real ones of the target. Logits and confidences may differ by
     `tolerance` of the largest logit (or 1); a drafted token may differ only where two logits are that close.
     """
-    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    if architecture not in ARCHITECTURES:
-        return {"rounds": 0, "reader": "none", "why": f"no second reader for {architecture}"}
-    reader = NativeReader(folder)
+    reader = open_folder(folder, drafter.embed_tokens.weight, drafter.lm_head.weight)
     # Both in float32, whatever was stored: rounding on the way is no difference in meaning.
     ours = drafter if drafter.dtype == torch.float32 else copy.deepcopy(drafter).float()
     device = next(ours.parameters()).device
@@ -149,14 +148,18 @@ def drafts_alike(
     cache = ours.new_cache(1, last + ours.block_size + 1)
     done, worst, worst_confidence, tokens = 0, 0.0, 0.0, 0
     for anchor in anchors:
-        ours.extend_context(cache, features[None, done:anchor].to(device), [anchor - done])
+        new = features[None, done:anchor].to(device)
+        following = [torch.tensor([list(token_ids[done + 1 : anchor + 1])])] if is_eagle3(ours) else []
+        ours.extend_context(cache, new, *following, [anchor - done])
         done = anchor
-        expected = reader.draft(int(token_ids[anchor]), features[:anchor].cpu())
+        expected = reader.draft(token_ids[: anchor + 1], features[:anchor].cpu())
         logits, drafted, confidence = _greedy_block(ours, int(token_ids[anchor]), anchor, cache)
         bound = tolerance * max(1.0, float(expected.logits[expected.logits > -1e3].abs().max()))
         agreed = _agreeing(drafted, expected.tokens, expected.logits, bound)
         # After a tie the two drafts go their own ways: what follows has other previous tokens.
-        difference = float((logits[:agreed] - expected.logits[:agreed]).abs().max()) if agreed else 0.0
+        # A Markov column keeps other tokens out by adding to their logits, a mapping by leaving them out.
+        apart = (logits[:agreed] - expected.logits[:agreed])[expected.logits[:agreed] > OUTSIDE / 2].abs()
+        difference = float(apart.max()) if agreed else 0.0
         worst, tokens = max(worst, difference), tokens + agreed
         if difference > bound:
             raise GateFailed(
@@ -167,10 +170,10 @@ def drafts_alike(
         if (confidence is None) != (expected.confidence is None):
             raise GateFailed("only one of the trained drafter and the published folder has a confidence head")
         if confidence is not None and expected.confidence is not None and agreed:
-            apart = float((confidence[:agreed] - expected.confidence[:agreed]).abs().max())
-            worst_confidence = max(worst_confidence, apart)
-            if apart > bound:
-                raise GateFailed(f"at position {anchor} the confidences are {apart:.3g} apart, allowed {bound:.3g}")
+            distance = float((confidence[:agreed] - expected.confidence[:agreed]).abs().max())
+            worst_confidence = max(worst_confidence, distance)
+            if distance > bound:
+                raise GateFailed(f"at position {anchor} the confidences are {distance:.3g} apart, allowed {bound:.3g}")
     return {
         "rounds": len(anchors),
         "reader": "pipelines.exports.reader",
@@ -184,24 +187,44 @@ def drafts_alike(
 def _greedy_block(drafter: Any, anchor_id: int, anchor: int, cache: Any) -> tuple[Tensor, list[int], Tensor | None]:
     """The trained drafter's own block: logits [G, V], tokens, confidence logits [G]."""
     device = next(drafter.parameters()).device
-    states = drafter.draft_states(
-        torch.tensor([anchor_id], device=device), torch.tensor([anchor], device=device), cache
-    )
+    previous, place = torch.tensor([anchor_id], device=device), torch.tensor([anchor], device=device)
+    if is_eagle3(drafter):
+        block, rows, tokens = drafter.begin_block(previous, place, cache), [], []
+        for slot in range(drafter.block_size):
+            rows.append(_within(drafter, drafter.base_logits(block.state))[0])
+            tokens.append(int(rows[-1].argmax()))
+            if slot + 1 < drafter.block_size:
+                block.feed(rows[-1].argmax()[None])
+        return torch.stack(rows).cpu(), tokens, None
+    states = drafter.draft_states(previous, place, cache)
     base, head = drafter.base_logits(states), drafter.sequential_head
     memory = head.initial_state(1) if head is not None else None
-    previous = torch.tensor([anchor_id], device=device)
     rows, seen = [], [previous]
     for slot in range(states.shape[1]):
         row = base[:, slot]
         if head is not None:
             bias, memory = head.step(memory, previous, states[:, slot])
             row = row + bias
+        row = _within(drafter, row)
         previous = row.argmax(-1)
         rows.append(row[0])
         seen.append(previous)
     confidence = drafter.confidence_logits(states, torch.stack(seen[:-1], dim=1))
     drafted = [int(token) for token in torch.cat(seen[1:])]
     return torch.stack(rows).cpu(), drafted, None if confidence is None else confidence[0].cpu()
+
+
+def is_eagle3(drafter: Any) -> bool:
+    return bool(drafter.config.algorithm == "eagle3")
+
+
+def _within(drafter: Any, logits: Tensor) -> Tensor:
+    """Logits [..., V] with what the drafter never drafts put where readers have it."""
+    if drafter.draft_token_ids is None:
+        return logits
+    outside = torch.ones(logits.shape[-1], dtype=torch.bool, device=logits.device)
+    outside[drafter.draft_token_ids] = False
+    return logits.masked_fill(outside, OUTSIDE)
 
 
 def _agreeing(ours: Sequence[int], theirs: Sequence[int], logits: Tensor, bound: float) -> int:
@@ -217,17 +240,24 @@ def _agreeing(ours: Sequence[int], theirs: Sequence[int], logits: Tensor, bound:
     return len(ours)
 
 
-def engine_notes(config: Mapping[str, Any]) -> list[str]:
-    """Gate 5: what the model card must say about who can serve this."""
-    rank, kind = config.get("markov_rank", 0), config.get("markov_head_type")
-    architecture = config["architectures"][0]
-    if architecture not in FAMILY_KEYS:
-        return ["Evaluation only: convert it for the engine that is to serve it."]
-    if rank == 0:
-        return ["Evaluation only: without a sequential head engines don't load this layout."]
-    if kind in ("gated", "rnn"):
-        return [f"SGLang only: other engines have no {kind} sequential head."]
+def engine_notes(config: DrafterConfig, *, speculators: bool) -> list[str]:
+    """Gate 5: what the model card must say about who can serve this; `speculators`: that layout is there too."""
+    c = config
+    elsewhere = (
+        "the folder `speculators` beside it" if speculators else "publish.speculators=true for a layout it loads"
+    )
+    if c.algorithm == "eagle3":
+        return [f"vLLM: {elsewhere}. This folder is the reference's EAGLE-3 layout, for evaluation."]
+    if c.block_layout == "mask-first":
+        return ["vLLM loads this layout (DFlash: slot j predicts the token at anchor + j, slot 0 nothing)."]
+    if c.markov_rank == 0:
+        notes = ["Evaluation only: without a sequential head engines don't load this layout."]
+        if c.family == "qwen3" and not c.enable_confidence_head:
+            notes.append(f"vLLM: {elsewhere} (DFlash that samples from the anchor).")
+        return notes
+    if c.markov_head_type in ("gated", "rnn"):
+        return [f"SGLang only: other engines have no {c.markov_head_type} sequential head."]
     notes = ["vLLM, SGLang and llama.cpp load this layout (vanilla sequential head)."]
-    if config.get("enable_confidence_head") and not config.get("confidence_head_with_markov"):
+    if c.enable_confidence_head and not c.confidence_head_with_markov:
         notes.append("llama.cpp refuses a confidence head without the Markov embedding.")
     return notes

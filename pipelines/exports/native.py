@@ -1,4 +1,4 @@
-"""Publish a drafter in the native layout: checkpoint, temperatures, contract, model card, manifest.
+"""Publish a drafter: checkpoint in its own layout (and another beside), temperatures, contract, model card, manifest.
 
 1. Write everything into a folder beside the final one.
 2. Pass the gates (pipelines.exports.gates); one that fails leaves nothing behind.
@@ -19,12 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dspark.config import DrafterConfig
 from pipelines.exports import gates
 from pipelines.exports.card import model_card
 from pipelines.run_directory import PUBLISHING
 from storage.filesystems import Folder, sync_folder
 
 MANIFEST = "manifest.json"
+SPECULATORS = "speculators"
 FORMAT = "dspark-native/1"
 
 
@@ -40,7 +42,7 @@ class Publication:
     blocks are to be read, with the drafter's block fields. probe_ids: a real text of the target, for gate 4.
     calibration: {"temperatures": [G], …} or None. report: report.json, for the card and beside the checkpoint.
     dtype: "float32", "bfloat16" or None (as trained). license: of the weights; None leaves it out of the card.
-    engines: named when a captured layer is -1 or the last one.
+    engines: named when a captured layer is -1 or the last one. speculators: that layout too, in a folder of this name.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Publication:
     dtype: str | None = None
     license: str | None = None
     engines: Sequence[str] = ()
+    speculators: bool = False
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -83,6 +86,7 @@ def _write(publication: Publication, staging: Path) -> dict[str, Any]:
     import torch
 
     from dspark.drafter import save_drafter
+    from pipelines.exports.speculators import write_speculators
 
     p = publication
     drafter = p.drafter
@@ -96,16 +100,22 @@ def _write(publication: Publication, staging: Path) -> dict[str, Any]:
         # llama.cpp would take a stored embedding for the head where the target does not tie the two.
         config["has_embed_tokens"] = False
         config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    temperatures = check_temperatures(p.calibration, config)
+    temperatures = check_temperatures(p.calibration, drafter.config)
     features = p.target.capture(torch.tensor([list(p.probe_ids)])).features[0]
     results = {
         "1 every key written": gates.keys_written(config),
         "2 ids are real": gates.ids_are_real(config, embedding, engines=p.engines),
         "3 shared weights equal": gates.shared_weights_equal(staging, embedding, head),
         "4 drafts alike": gates.drafts_alike(staging, drafter, p.probe_ids, features),
-        "5 engines": gates.engine_notes(config),
+        "5 engines": gates.engine_notes(drafter.config, speculators=p.speculators),
     }
-    _check_contract(p.contract, config)
+    if p.speculators:
+        other = staging / SPECULATORS
+        write_speculators(
+            drafter, other, target_name=p.contract.target_name, architectures=[type(p.target.model).__name__]
+        )
+        results["4 drafts alike, speculators layout"] = gates.drafts_alike(other, drafter, p.probe_ids, features)
+    _check_contract(p.contract, drafter.config)
     _write_json(staging / "contract.json", p.contract.to_dict())
     _write_json(staging / "gates.json", results)
     if temperatures is not None:
@@ -119,19 +129,19 @@ def _write(publication: Publication, staging: Path) -> dict[str, Any]:
         (staging / "report.json").write_text(json.dumps(p.report, indent=1, ensure_ascii=False))
     if p.provenance:
         (staging / "provenance.json").write_text(json.dumps(p.provenance, indent=2, default=str) + "\n")
-    card = model_card(p.name, config, p.contract.to_dict(), temperatures, p.report, results, license=p.license)
+    card = model_card(p.name, drafter.config, p.contract.to_dict(), temperatures, p.report, results, license=p.license)
     (staging / "README.md").write_text(card)
     return results
 
 
-def check_temperatures(calibration: Mapping[str, Any] | None, config: Mapping[str, Any]) -> list[float] | None:
+def check_temperatures(calibration: Mapping[str, Any] | None, config: DrafterConfig) -> list[float] | None:
     """The table, one positive number a slot; PublishError says what is wrong with it. None when not calibrated."""
     import numpy as np
 
-    if calibration is None or not config.get("enable_confidence_head"):
+    if calibration is None or not config.enable_confidence_head:
         return None
     table = [float(value) for value in calibration["temperatures"]]
-    slots = config["block_size"]
+    slots = config.block_size
     if len(table) != slots:
         raise PublishError(f"{len(table)} temperatures for a block of {slots} slots; calibrate this drafter again")
     with np.errstate(over="ignore"):
@@ -159,18 +169,15 @@ def sglang_table(calibration: Mapping[str, Any], temperatures: Sequence[float]) 
     }
 
 
-def _check_contract(contract: Any, config: Mapping[str, Any]) -> None:
-    stated = {
-        "target_layer_ids": list(contract.target_layer_ids),
-        "block_size": contract.block_size,
-        "mask_token_id": contract.mask_token_id,
-        "block_layout": contract.block_layout,
-    }
+def _check_contract(contract: Any, config: DrafterConfig) -> None:
+    stated = {"target_layer_ids": config.target_layer_ids, "block_size": config.block_size}
+    if config.algorithm != "eagle3":
+        stated |= {"mask_token_id": config.mask_token_id, "block_layout": config.block_layout}
     for name, value in stated.items():
-        if name in config and value != config[name]:
+        if getattr(contract, name) != value:
             raise PublishError(
-                f"the contract says {name} {value!r}, the checkpoint {config[name]!r}: the drafter was trained under "
-                "another contract than the one that is published with it"
+                f"the contract says {name} {getattr(contract, name)!r}, the checkpoint {value!r}: the drafter was "
+                "trained under another contract than the one that is published with it"
             )
 
 

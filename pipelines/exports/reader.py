@@ -1,15 +1,18 @@
-"""A second reader of the native layout: what an engine would make of the published folder.
+"""A second reader of published folders: what an engine would make of them.
 
-It knows `config.json`, the tensor names and the paper, and shares no code with the drafter that was trained. It is slow
-and short: one block at a time, the whole context projected anew each round, float32. Publishing compares the two, so
-that a key read differently (rotary settings, a norm, the layout of a block) is found before anybody serves it.
+It knows `config.json`, the tensor names and the papers, and shares no code with the drafter that was trained. It is
+slow and short: one block at a time, the whole context projected anew each round, float32. Publishing compares the two,
+so that a key read differently (rotary settings, a norm, the layout of a block) is found before anybody serves it.
 
-Legend: S context tokens, G block slots, V vocabulary, d hidden size, m captured layers, H heads, D head size.
+Legend: S context tokens, G draft slots, V vocabulary, Vd draft vocabulary, d hidden size, m captured layers, H heads,
+D head size.
 """
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel")
+MASK_FIRST = "DFlashDraftModel"
+EAGLE3 = "Qwen3Eagle3Model"
+ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel", MASK_FIRST, EAGLE3)
+OUTSIDE = -1e4  # logit of a token that is never drafted
 
 
 @dataclass(frozen=True)
@@ -29,34 +35,160 @@ class Draft:
     confidence: Tensor | None  # logits [G]
 
 
-class NativeReader:
-    """Opens a folder in the native layout, block drafters of both families."""
+def open_folder(folder: str | Path, embedding: Tensor | None = None, head: Tensor | None = None) -> Reader:
+    """The reader of a published folder, in the native or the `speculators` layout.
 
-    def __init__(self, folder: str | Path) -> None:
-        from safetensors.torch import load_file
+    `embedding` and `head` [V, d] are the target's, for a folder that leaves them out. Raises ValueError for an
+    architecture that no reader here knows.
+    """
+    from safetensors.torch import load_file
 
-        self.config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
-        architecture = self.config["architectures"][0]
-        if architecture not in ARCHITECTURES:
-            raise ValueError(f"{folder} holds a {architecture}; this reader knows {', '.join(ARCHITECTURES)}")
-        self.gemma = architecture == "Gemma4DSparkModel"
-        self.tensors = {name: value.float() for name, value in load_file(Path(folder) / "model.safetensors").items()}
-        self.block_size: int = self.config["block_size"]
-        self.eps: float = self.config["rms_norm_eps"]
-        self.head_dim: int = self.config["global_head_dim" if self.gemma else "head_dim"]
+    config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+    tensors = load_file(Path(folder) / "model.safetensors")
+    if embedding is not None:
+        tensors.setdefault("embed_tokens.weight", embedding.detach().cpu())
+    if head is not None:
+        tensors.setdefault("lm_head.weight", head.detach().cpu())
+    if "speculators_model_type" in config:
+        config = from_speculators(config)
+    architecture = config["architectures"][0]
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"{folder} holds a {architecture}; this reader knows {', '.join(ARCHITECTURES)}")
+    if architecture == EAGLE3:
+        from pipelines.exports.eagle3_reader import Eagle3Reader
+
+        return Eagle3Reader(config, tensors)
+    return BlockReader(config, tensors)
+
+
+def from_speculators(config: dict[str, Any]) -> dict[str, Any]:
+    """A `speculators` configuration in the keys of the native one; the fields are those of speculators 0.9.0."""
+    kind, layer = config["speculators_model_type"], dict(config["transformer_layer_config"])
+    tokens = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    if kind == "eagle3":
+        for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+            if config[key]:
+                raise ValueError(f"{key} is set; this reader knows EAGLE-3 without it")
+        ids = [layer_id - 1 for layer_id in config["eagle_aux_hidden_state_layer_ids"]]
+        return {**layer, "architectures": [EAGLE3], "target_layer_ids": ids, "ttt_length": tokens}
+    found = {**layer, "target_layer_ids": [layer_id - 1 for layer_id in config["aux_hidden_state_layer_ids"]]}
+    for key in ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"):
+        found[key] = config.get(key)
+    if not config["sample_from_anchor"]:
+        found |= {"architectures": [MASK_FIRST], "dflash_config": {"mask_token_id": config["mask_token_id"]}}
+    else:
+        found |= {"architectures": ["Qwen3DSparkModel"], "mask_token_id": config["mask_token_id"]}
+    return {**found, "block_size": config["block_size"]}
+
+
+class Reader(ABC):
+    """What all layouts share: tensors by name, norms, rotary positions, the output head."""
+
+    block_size: int  # draft tokens a round
+
+    def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        self.config = config
+        self.gemma = config["architectures"][0] == "Gemma4DSparkModel"
+        self.drafted = _drafted(tensors)
+        self.tensors = {name: value.float() for name, value in tensors.items()}
+        self.eps: float = config["rms_norm_eps"]
+        self.head_dim: int = config["global_head_dim" if self.gemma else "head_dim"]
         self._frequencies, self._scaling = self._rotary()
 
+    @abstractmethod
+    def draft(self, token_ids: Sequence[int], features: Tensor) -> Draft:
+        """Draft after the last of token_ids [S+1], from the features [S, m*d] of all positions before it."""
+
+    def _logits(self, states: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Head and soft cap of states [..., d], plus a sequential bias [..., Vd or V], over all of V."""
+        logits = states @ self._weight("lm_head").T
+        cap = self.config.get("final_logit_softcapping")
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        if self.drafted is None:
+            return logits if bias is None else logits + bias
+        if logits.shape[-1] != len(self.drafted):
+            logits = logits[..., self.drafted]
+        if bias is not None:
+            logits = logits + (bias if bias.shape[-1] == len(self.drafted) else bias[..., self.drafted])
+        full = torch.full((*logits.shape[:-1], self.config["vocab_size"]), OUTSIDE)
+        full[..., self.drafted] = logits
+        return full
+
+    def _mlp(self, name: str, x: Tensor) -> Tensor:
+        gate = x @ self._weight(name + "gate_proj").T
+        kind = self.config["hidden_activation" if self.gemma else "hidden_act"]
+        if kind in ("silu", "swish"):
+            gate = gate * torch.sigmoid(gate)
+        elif kind == "gelu_pytorch_tanh":
+            gate = torch.nn.functional.gelu(gate, approximate="tanh")
+        else:
+            raise ValueError(f"this reader does not know the activation {kind!r}")
+        return (gate * (x @ self._weight(name + "up_proj").T)) @ self._weight(name + "down_proj").T
+
+    def _weight(self, name: str) -> Tensor:
+        return self.tensors[name + ".weight"]
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        out = x @ self._weight(name).T
+        bias = self.tensors.get(name + ".bias")
+        return out if bias is None else out + bias
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self._weight(name)
+
+    def _rotary(self) -> tuple[Tensor, float]:
+        rope = dict(self.config["rope_parameters"])
+        rope = rope.get("full_attention", rope)
+        kind = rope.get("rope_type", "default")
+        if kind == "default":
+            return rope["rope_theta"] ** (-torch.arange(0, self.head_dim, 2).float() / self.head_dim), 1.0
+        from transformers import PretrainedConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        carrier = PretrainedConfig(**{**self.config, "rope_parameters": rope, "head_dim": self.head_dim})
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](carrier, torch.device("cpu"))
+        return frequencies, float(scaling)
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Heads [S, H, D] turned by their positions [S]."""
+        angles = positions.float()[:, None] * self._frequencies
+        cos, sin = (self._scaling * part.repeat(1, 2)[:, None] for part in (angles.cos(), angles.sin()))
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def _drafted(tensors: dict[str, Tensor]) -> Tensor | None:
+    """Token ids [Vd] of a reduced draft vocabulary; takes the mapping out of `tensors`."""
+    offsets = tensors.pop("d2t", None)
+    inside = tensors.pop("t2d", None)
+    if offsets is None:
+        return None
+    ids = offsets.long() + torch.arange(len(offsets))
+    if inside is not None and not torch.equal(inside.nonzero().flatten(), ids):
+        raise ValueError("d2t and t2d name different draft tokens")
+    return ids
+
+
+class BlockReader(Reader):
+    """DSpark of both families, and DFlash in either layout."""
+
+    def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        super().__init__(config, tensors)
+        self.first = int(config["architectures"][0] == MASK_FIRST)  # slots before the one that drafts
+        self.block_size = config["block_size"] - self.first
+        self.mask = config["dflash_config"]["mask_token_id"] if self.first else config["mask_token_id"]
+
     @torch.no_grad()
-    def draft(self, anchor_id: int, features: Tensor) -> Draft:
-        """Draft after `anchor_id` at position S, from the features [S, m*d] of all positions before it."""
-        states = self._states(anchor_id, features.float())
-        return self._sequential(anchor_id, states)
+    def draft(self, token_ids: Sequence[int], features: Tensor) -> Draft:
+        states = self._states(token_ids[-1], features.float())
+        return self._sequential(token_ids[-1], states[self.first :])
 
     def _states(self, anchor_id: int, features: Tensor) -> Tensor:
-        """Block states [G, d] after the final norm."""
-        position, slots = len(features), self.block_size
+        """Block states [slots, d] after the final norm."""
+        position, slots = len(features), self.config["block_size"]
         context = self._norm(features @ self._weight("fc").T, "hidden_norm")
-        ids = torch.tensor([anchor_id] + [self.config["mask_token_id"]] * (slots - 1))
+        ids = torch.tensor([anchor_id] + [self.mask] * (slots - 1))
         x = self.tensors["embed_tokens.weight"][ids]
         if self.gemma:
             x = x * self.config["hidden_size"] ** 0.5
@@ -92,36 +224,21 @@ class NativeReader:
         weights = torch.softmax(torch.einsum("qhd,khd->hqk", queries, keys) * scale, dim=-1)
         return self._linear(name + "o_proj", torch.einsum("hqk,khd->qhd", weights, values).flatten(1))
 
-    def _mlp(self, name: str, x: Tensor) -> Tensor:
-        gate = x @ self._weight(name + "gate_proj").T
-        kind = self.config["hidden_activation" if self.gemma else "hidden_act"]
-        if kind in ("silu", "swish"):
-            gate = gate * torch.sigmoid(gate)
-        elif kind == "gelu_pytorch_tanh":
-            gate = torch.nn.functional.gelu(gate, approximate="tanh")
-        else:
-            raise ValueError(f"this reader does not know the activation {kind!r}")
-        return (gate * (x @ self._weight(name + "up_proj").T)) @ self._weight(name + "down_proj").T
-
     def _sequential(self, anchor_id: int, states: Tensor) -> Draft:
         """Greedy tokens, one slot after the other; the head's state goes along for an RNN head."""
-        base = states @ self._weight("lm_head").T
-        cap = self.config.get("final_logit_softcapping")
-        if cap is not None:
-            base = torch.tanh(base / cap) * cap
-        rank = self.config["markov_rank"]
+        rank = self.config.get("markov_rank") or 0
         kind = self.config["markov_head_type"] if rank else "none"
         previous, memory = anchor_id, torch.zeros(rank)
         tokens: list[int] = []
         logits, confidences = [], []
-        for slot, h in enumerate(states):
-            row = base[slot]
-            embedded = torch.zeros(0)
+        for h in states:
+            embedded, bias = torch.zeros(0), None
             if rank:
                 embedded = self._weight("markov_head.markov_w1")[previous]
                 z, memory = self._head_vector(kind, embedded, memory, h)
-                row = row + z @ self._weight("markov_head.markov_w2").T
-            if self.config["enable_confidence_head"]:
+                bias = z @ self._weight("markov_head.markov_w2").T
+            row = self._logits(h, bias)
+            if self.config.get("enable_confidence_head"):
                 heard = torch.cat([h, embedded]) if self.config["confidence_head_with_markov"] else h
                 confidences.append(self._linear("confidence_head.proj", heard))
             previous = int(row.argmax())
@@ -140,34 +257,3 @@ class NativeReader:
         gate, candidate, output = joint.chunk(3)
         kept = torch.sigmoid(gate)
         return torch.tanh(output), kept * memory + (1 - kept) * torch.tanh(candidate)
-
-    def _weight(self, name: str) -> Tensor:
-        return self.tensors[name + ".weight"]
-
-    def _linear(self, name: str, x: Tensor) -> Tensor:
-        out = x @ self._weight(name).T
-        bias = self.tensors.get(name + ".bias")
-        return out if bias is None else out + bias
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self._weight(name)
-
-    def _rotary(self) -> tuple[Tensor, float]:
-        rope = dict(self.config["rope_parameters"])
-        rope = rope.get("full_attention", rope)
-        kind = rope.get("rope_type", "default")
-        if kind == "default":
-            return rope["rope_theta"] ** (-torch.arange(0, self.head_dim, 2).float() / self.head_dim), 1.0
-        from transformers import PretrainedConfig
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        carrier = PretrainedConfig(**{**self.config, "rope_parameters": rope, "head_dim": self.head_dim})
-        frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](carrier, torch.device("cpu"))
-        return frequencies, float(scaling)
-
-    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Heads [S, H, D] turned by their positions [S]."""
-        angles = positions.float()[:, None] * self._frequencies
-        cos, sin = (self._scaling * part.repeat(1, 2)[:, None] for part in (angles.cos(), angles.sin()))
-        first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat([-second, first], dim=-1) * sin

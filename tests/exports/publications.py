@@ -26,7 +26,7 @@ def publication(name: str, **changes: Any) -> Publication:
         chat_template_sha256="3" * 64,
         thinking="off",
         target_layer_ids=drafter.config.target_layer_ids,
-        block_layout="anchor-first",
+        block_layout=None if drafter.config.algorithm == "eagle3" else drafter.config.block_layout,
         block_size=drafter.config.block_size,
         mask_token_id=drafter.config.mask_token_id,
     )

@@ -20,7 +20,7 @@ def vanilla() -> Publication:
     return publication("dspark_vanilla")
 
 
-ALL = ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dspark_noconfmarkov", "dflash_anchor_first"]
+ALL = ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dspark_noconfmarkov", "dflash_anchor_first", "dspark_gemma4"]
 
 
 @pytest.mark.parametrize("name", ALL)
