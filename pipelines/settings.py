@@ -261,7 +261,7 @@ class PublishSettings(Section):
     """The folder that is published, and where it is uploaded."""
 
     name: str | None = None  # null: made from the target's and the algorithm's names
-    formats: tuple[Literal["native", "speculators"], ...] = ("native",)
+    speculators: bool = False  # the same drafter in the layout of `speculators`, in published/speculators
     repository: str | None = None  # a Hugging Face repository to upload to; null: no upload
     private: bool = True
     license: str = "other"

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
-    """Name, formats and licence; where it is uploaded changes nothing of it."""
-    return {"publish": settings.publish.model_dump(mode="json", include={"name", "formats", "license"})}
+    """Name, layouts and licence; where it is uploaded changes nothing of it."""
+    return {"publish": settings.publish.model_dump(mode="json", include={"name", "speculators", "license"})}
 
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
@@ -50,6 +50,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
             calibration=read_calibration(run),
             report=json.loads(Folder(run.location("report")).read("report.json")),
             license=settings.publish.license,
+            speculators=settings.publish.speculators,
             provenance={"invocations": summary.get("invocations", []), "settings": settings.to_dict()},
         ),
         run.location("publish"),
