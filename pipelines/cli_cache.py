@@ -198,7 +198,7 @@ def cache_in(path: str) -> str:
     """The cache at a path, or the one of the run there."""
     from storage.filesystems import Folder
 
-    return Folder(path).child("cache").url if Folder(path).exists("run.json") else path
+    return Folder(path).location("cache") if Folder(path).exists("run.json") else path
 
 
 @contextmanager

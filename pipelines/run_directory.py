@@ -39,7 +39,7 @@ class RunDirectory:
         """Path or URL of something in the run."""
         if self.is_local:
             return str(self.folder.local_path(name))
-        return f"{self.url}/{name}" if name else self.url
+        return self.folder.location(name)
 
     def path(self, name: str = "") -> Path:
         """Local path of something in the run; UserError where the run is on an object store."""

@@ -1,25 +1,36 @@
 """One folder, wherever it lies: a local path, `s3://bucket/path` or `gs://bucket/path`.
 
-A file appears under its name either whole or not at all. Locally that takes a temporary name, fsync and rename;
-an object store shows an object only once its upload is closed.
+A file appears under its name either whole or not at all. Locally that takes a temporary name, fsync and rename; for an
+object store it is written to a local temporary file first, and uploaded when it is whole. What an object store answers
+with an error is tried again with growing pauses; the error that remains names the file and how often it was tried.
+
+Credentials come from the environment as the stores' own tools read them. `AWS_ENDPOINT_URL`, or the query of the URL
+(`s3://bucket/path?endpoint_override=host:port&scheme=http`), leads to another S3-compatible server.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import socket
+import tempfile
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.fs as pafs
 
 TEMPORARY_SUFFIX = ".writing"
+ATTEMPTS, PAUSE = 5, 0.2  # of a request to an object store; seconds before the second one, doubled for each further
+CHUNK = 8 << 20  # bytes read or written at a time
+
+Result = TypeVar("Result")
 
 
 class StorageFull(ValueError):
@@ -35,9 +46,8 @@ class Folder:
             try:
                 self._fs, self._path = pafs.FileSystem.from_uri(self.url)
             except pa.ArrowInvalid as error:
-                raise ValueError(
-                    f"cannot open {self.url!r}: {error}; expected a local path, s3://... or gs://..."
-                ) from error
+                shown = f"cannot open {_without_secrets(self.url)!r}: {_without_secrets(str(error))}"
+                raise ValueError(f"{shown}; expected a local path, s3://... or gs://...") from error
         else:
             self._fs, self._path = pafs.LocalFileSystem(), os.path.abspath(os.path.expanduser(self.url))
         self._path = self._path.rstrip("/")
@@ -50,15 +60,16 @@ class Folder:
         self.__init__(state["url"])  # type: ignore[misc]
 
     def __str__(self) -> str:
-        return self.url
+        return _without_secrets(self.url)
 
     def full(self, name: str) -> str:
         """The path of `name` on this folder's file system."""
         return f"{self._path}/{name}" if name else self._path
 
-    def child(self, name: str) -> Folder:
-        """A folder below this one."""
-        return Folder(f"{self.url.rstrip('/')}/{name}")
+    def location(self, name: str = "") -> str:
+        """Path or URL of something in the folder."""
+        place, mark, query = self.url.partition("?") if not self.is_local else (self.url, "", "")
+        return f"{place.rstrip('/')}/{name}{mark}{query}" if name else self.url
 
     def local_path(self, name: str = "") -> Path:
         """The path of `name` for code that needs a real file; only for local folders."""
@@ -67,39 +78,85 @@ class Folder:
         return Path(self.full(name))
 
     def make(self, name: str = "") -> None:
-        """Create the folder, or one below it, if it is not there."""
-        self._fs.create_dir(self.full(name), recursive=True)
+        """Create the folder, or one below it, if it is not there. An object store has none to create."""
+        if self.is_local:
+            self._fs.create_dir(self.full(name), recursive=True)
 
     def exists(self, name: str = "") -> bool:
-        return self._fs.get_file_info(self.full(name)).type != pafs.FileType.NotFound
+        return self._info(name).type != pafs.FileType.NotFound
 
     def size(self, name: str) -> int:
         """Bytes in the file; FileNotFoundError if there is none."""
-        info = self._fs.get_file_info(self.full(name))
+        info = self._info(name)
         if info.type != pafs.FileType.File:
             raise FileNotFoundError(f"{self.describe(name)} does not exist")
         return int(info.size)
 
+    def _info(self, name: str) -> pafs.FileInfo:
+        return self._patiently(name, lambda: self._fs.get_file_info(self.full(name)))
+
     def describe(self, name: str) -> str:
-        return f"{self.url.rstrip('/')}/{name}"
+        """The place of `name` for a message: without secrets."""
+        return _without_secrets(self.location(name))
 
     def files(self, name: str = "", *, recursive: bool = True) -> dict[str, int]:
         """Files below `name` with their sizes in bytes, sorted by name; temporary ones included."""
         selector = pafs.FileSelector(self.full(name), recursive=recursive, allow_not_found=True)
-        infos = [info for info in self._fs.get_file_info(selector) if info.type == pafs.FileType.File]
+        found = self._patiently(name, lambda: self._fs.get_file_info(selector))
         prefix = len(self._path) + 1
-        return dict(sorted((info.path[prefix:], int(info.size)) for info in infos))
+        return dict(sorted((i.path[prefix:], int(i.size)) for i in found if i.type == pafs.FileType.File))
 
     def read(self, name: str) -> bytes:
         """The whole file; FileNotFoundError if there is none."""
-        with self._fs.open_input_file(self.full(name)) as stream:
-            return bytes(stream.read())
+
+        def read() -> bytes:
+            with self._fs.open_input_file(self.full(name)) as stream:
+                return _exactly(stream, stream.size())
+
+        return self._patiently(name, read)
 
     def open_input(self, name: str, *, memory_map: bool = True) -> pa.NativeFile:
         """A file to read from at any position; mapped into memory where it is local."""
         if self.is_local and memory_map and self.size(name) > 0:
             return pa.memory_map(self.full(name))
-        return self._fs.open_input_file(self.full(name))
+        return self._patiently(name, lambda: self._fs.open_input_file(self.full(name)))
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """The file from begin to end in pieces; a piece that fails is asked for again."""
+        stream = self.open_input(name, memory_map=False)
+        size, place = stream.size(), 0
+
+        def read() -> bytes:
+            nonlocal stream
+            try:
+                stream.seek(place)
+                return _exactly(stream, min(CHUNK, size - place))
+            except OSError:
+                with suppress(OSError):
+                    stream = self._fs.open_input_file(self.full(name))
+                raise
+
+        with stream:
+            while place < size:
+                piece = self._patiently(name, read)
+                place += len(piece)
+                yield piece
+
+    def _patiently(self, name: str, request: Callable[[], Result]) -> Result:
+        """The request's result, tried again if this is an object store."""
+        if self.is_local:
+            return request()
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return request()
+            except (FileNotFoundError, PermissionError):
+                raise
+            except OSError as error:
+                if attempt == ATTEMPTS:
+                    reason = _without_secrets(str(error))
+                    raise OSError(f"{self.describe(name)}: no success in {ATTEMPTS} attempts: {reason}") from error
+            time.sleep(PAUSE * 2 ** (attempt - 1))
+        raise AssertionError
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file that is either the old one or the whole new one at any moment, and durable on return."""
@@ -110,42 +167,55 @@ class Folder:
     def writer(self, name: str) -> Iterator[IO[bytes]]:
         """A stream whose bytes appear as `name` when the block ends without an error, and never otherwise."""
         if not self.is_local:
-            stream = self._fs.open_output_stream(self.full(name))
-            try:
-                yield stream
-            except BaseException:
-                abort = getattr(stream, "abort", None)
-                if abort is not None:
-                    abort()
-                raise
-            stream.close()
+            with self._spooled(name) as spool:
+                yield spool
             return
         final = self.local_path(name)
         final.parent.mkdir(parents=True, exist_ok=True)
         temporary = final.with_name(temporary_name(final.name))
         try:
-            with open(temporary, "xb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, final)
-            sync_folder(final.parent)
-        except OSError as error:
-            _remove_quietly(temporary)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise StorageFull(
-                    f"no space left while writing {final} ({self.free_bytes() or 0:,} bytes free): free some space and "
-                    "start again; what is committed stays"
-                ) from error
-            raise
+            with full_disk_named(str(final)):
+                with open(temporary, "xb") as file:
+                    yield file
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, final)
+                sync_folder(final.parent)
         except BaseException:
             _remove_quietly(temporary)
             raise
 
+    @contextmanager
+    def _spooled(self, name: str) -> Iterator[IO[bytes]]:
+        """A local temporary file that is uploaded at the end."""
+        where = f"{tempfile.gettempdir()}, the way to {self.describe(name)} (TMPDIR names another folder)"
+        with full_disk_named(where), tempfile.NamedTemporaryFile(prefix="dspark-upload-") as spool:
+            yield spool
+            spool.flush()
+            size = spool.tell()
+            self._patiently(name, lambda: self._upload(name, spool.name))
+        if self.size(name) != size:
+            raise OSError(f"{self.describe(name)}: {self.size(name)} bytes arrived of {size}; start again")
+
+    def _upload(self, name: str, path: str) -> None:
+        with open(path, "rb") as source:
+            stream = self._fs.open_output_stream(self.full(name))
+            try:
+                while piece := source.read(CHUNK):
+                    stream.write(piece)
+                stream.close()
+            except OSError:
+                # Dropping the stream completes the upload with what arrived.
+                with suppress(OSError):
+                    stream.close()
+                with suppress(OSError):
+                    self._fs.delete_file(self.full(name))
+                raise
+
     def remove(self, name: str) -> None:
         """Remove a file; nothing happens if it is not there."""
         with suppress(FileNotFoundError):
-            self._fs.delete_file(self.full(name))
+            self._patiently(name, lambda: self._fs.delete_file(self.full(name)))
 
     def free_bytes(self) -> int | None:
         """Free bytes where this folder lies; None for an object store."""
@@ -166,6 +236,19 @@ class Folder:
                 self.remove(name)
                 removed.append(name)
         return removed
+
+
+@contextmanager
+def full_disk_named(where: str) -> Iterator[None]:
+    """StorageFull instead of the system's error when there is no space left while something is written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFull(
+                f"no space left while writing {where}: free some space and start again; what is committed stays"
+            ) from error
+        raise
 
 
 def temporary_name(final_name: str) -> str:
@@ -199,3 +282,16 @@ def _writer_lives(name: str) -> bool:
 def _remove_quietly(path: Path) -> None:
     with suppress(OSError):
         path.unlink()
+
+
+def _exactly(stream: pa.NativeFile, size: int) -> bytes:
+    """So many bytes from where the stream stands; OSError if it ends before."""
+    data = bytes(stream.read(size))
+    if len(data) != size:
+        raise OSError(f"{len(data)} bytes came of {size}")
+    return data
+
+
+def _without_secrets(text: str) -> str:
+    """URLs without the credentials that may stand in them."""
+    return re.sub(r"(?<=://)[^/@\s]+@", "***@", re.sub(r"\?\S*", "", text) if "://" in text else text)

@@ -2,63 +2,88 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from os import PathLike, utime
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
-from storage.filesystems import Folder, StorageFull
+from storage.filesystems import Folder, StorageFull, full_disk_named, temporary_name
 from storage.records import CacheCorrupt
+
+ATTEMPTS, PAUSE = 4, 0.5  # for a shard that arrives altered; seconds before the second one, doubled for each further
+WAIT = 0.1  # seconds between two looks for room
+FREE_SHARE = 0.05  # of the disk that is left free where no limit is given
 
 
 class LocalCopy:
-    """Fetches shards to a folder of at most `max_bytes` (None: no limit). Several processes may share the folder."""
+    """Fetches shards to a folder of at most `max_bytes` (None: as long as the disk has room).
+
+    Processes may share the folder: each shard is fetched by one of them, and what it will take is reserved beforehand.
+    A shard removed while another process reads it keeps its space until that process opens its next one.
+    """
 
     def __init__(
-        self,
-        remote: Folder,
-        path: str | PathLike[str] | None,
-        *,
-        max_bytes: int | None = None,
-        attempts: int = 4,
-        pause: float = 0.5,
+        self, remote: Folder, path: str | PathLike[str] | None, *, max_bytes: int | None = None, pause: float = PAUSE
     ) -> None:
-        self.remote, self.max_bytes, self.attempts, self.pause = remote, max_bytes, attempts, pause
+        self.remote, self.max_bytes, self.pause = remote, max_bytes, pause
         if path is None:
             path = f"{tempfile.gettempdir()}/dspark-shards-{hashlib.sha256(remote.url.encode()).hexdigest()[:16]}"
         self.local = Folder(path)
-        self.local.make("shards")
+        if not self.local.is_local:
+            raise ValueError(f"the local copy {self.local} is not on this machine: give a folder")
+        for name in ("shards", "locks"):
+            self.local.make(name)
+        self.local.remove_dead_temporaries()
 
     def fetch(self, record: Mapping[str, Any]) -> Folder:
         """Make sure that the record's shard is in the local folder, whole and unaltered; returns that folder."""
         name = record["shard"]
-        if self._here(record):
+        if not self._here(record):
+            with self._lock(Path(name).name):
+                if not self._here(record):
+                    self._fetch(record)
+        with suppress(FileNotFoundError):  # another process needed the room already
             utime(self.local.local_path(name))
-            return self.local
-        self._make_room(record["bytes"], keep=name)
-        last: Exception | None = None
-        for attempt in range(self.attempts):
-            if attempt:
-                time.sleep(self.pause * 2 ** (attempt - 1))
-            try:
-                data = self.remote.read(name)
-            except FileNotFoundError as error:
-                raise CacheCorrupt(f"{self.remote.describe(name)} is missing; verify the cache") from error
-            except OSError as error:
-                last = error
-                continue
-            if hashlib.sha256(data).hexdigest() == record["sha256"]:
-                self.local.write(name, data)
-                return self.local
-            last = CacheCorrupt(f"{self.remote.describe(name)}: its SHA-256 is not the committed one")
-        assert last is not None
-        if isinstance(last, CacheCorrupt):
-            raise last
-        raise OSError(
-            f"{self.remote.describe(name)} could not be fetched in {self.attempts} attempts: {last}"
-        ) from last
+        return self.local
+
+    def _fetch(self, record: Mapping[str, Any]) -> None:
+        name = record["shard"]
+        place = self.local.local_path(name)
+        temporary = place.with_name(temporary_name(place.name))
+        try:
+            with full_disk_named(str(place)), open(temporary, "xb") as file:
+                with self._lock("room"):
+                    self._make_room(record["bytes"])
+                    os.truncate(temporary, record["bytes"])  # counts as taken from here on
+                for attempt in range(ATTEMPTS):
+                    if attempt:
+                        time.sleep(self.pause * 2 ** (attempt - 1))
+                    if self._copy(name, file) == record["sha256"]:
+                        os.replace(temporary, place)
+                        return
+        except FileNotFoundError as error:
+            raise CacheCorrupt(f"{self.remote.describe(name)} is missing; verify the cache") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        raise CacheCorrupt(f"{self.remote.describe(name)}: its SHA-256 is not the committed one, {ATTEMPTS} times")
+
+    def _copy(self, name: str, file: IO[bytes]) -> str:
+        """Write the remote file's bytes; their SHA-256."""
+        file.seek(0)
+        digest = hashlib.sha256()
+        for chunk in self.remote.chunks(name):
+            digest.update(chunk)
+            file.write(chunk)
+        file.truncate()
+        file.flush()
+        os.fsync(file.fileno())
+        return digest.hexdigest()
 
     def _here(self, record: Mapping[str, Any]) -> bool:
         """A shard is only ever renamed into place after its hash was checked, so its size tells enough."""
@@ -67,18 +92,40 @@ class LocalCopy:
         except FileNotFoundError:
             return False
 
-    def _make_room(self, needed: int, *, keep: str) -> None:
-        if self.max_bytes is None:
-            return
-        if needed > self.max_bytes:
+    def _make_room(self, needed: int) -> None:
+        """Remove the longest unused shards until `needed` bytes fit."""
+        if self.max_bytes is not None and needed > self.max_bytes:
             raise StorageFull(
                 f"a shard of {needed:,} bytes does not fit into a local copy of {self.max_bytes:,}: raise the limit"
             )
-        sizes = self.local.files("shards")
-        used = sum(sizes.values())
-        for name in sorted(sizes, key=lambda n: self.local.local_path(n).stat().st_mtime):
-            if used + needed <= self.max_bytes:
+        while True:
+            shards = {path: path.stat() for path in self.local.local_path("shards").iterdir() if path.exists()}
+            used = sum(stat.st_size for stat in shards.values())
+            for path in sorted(shards, key=lambda path: shards[path].st_mtime):
+                if self._fits(used, needed):
+                    return
+                if not path.name.startswith("."):
+                    path.unlink(missing_ok=True)
+                    used -= shards[path].st_size
+            if self._fits(used, needed):
                 return
-            if name != keep:
-                self.local.remove(name)
-                used -= sizes[name]
+            if not used:
+                break
+            time.sleep(WAIT)  # what is left are shards that others are fetching
+        raise StorageFull(
+            f"no room for a shard of {needed:,} bytes in {self.local}: free some space, or give the local copy another "
+            "folder"
+        )
+
+    def _fits(self, used: int, needed: int) -> bool:
+        if self.max_bytes is not None:
+            return used + needed <= self.max_bytes
+        disk = os.statvfs(self.local.local_path())
+        return disk.f_bavail * disk.f_frsize - needed >= FREE_SHARE * disk.f_blocks * disk.f_frsize
+
+    @contextmanager
+    def _lock(self, name: str) -> Iterator[None]:
+        """One process at a time; the kernel gives the lock back when its holder ends, however it ends."""
+        with open(self.local.local_path(f"locks/{name}"), "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield

@@ -121,6 +121,7 @@ class ShardReader:
         self._firsts = np.cumsum([0] + [batch["rows"] for batch in commit["batches"]])
         self._schema = schema({})
         self._current: tuple[int, pa.RecordBatch] | None = None
+        self.touched = 0  # bytes looked at; they stay in memory while a mapped file is open
 
     def batch(self, number: int) -> pa.RecordBatch:
         """Record batch `number`; CacheCorrupt if it cannot be parsed."""
@@ -129,6 +130,7 @@ class ShardReader:
         entry = self._commit["batches"][number]
         try:
             data = self._file.read_at(entry["bytes"], entry["offset"])
+            self.touched += entry["bytes"]
             buffer = data if isinstance(data, pa.Buffer) else pa.py_buffer(data)
             batch = pa.ipc.read_record_batch(buffer, self._schema)
             batch.validate(full=True)

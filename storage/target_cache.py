@@ -60,6 +60,7 @@ __all__ = [
 ]
 
 READ_AHEAD_BYTES = 1 << 30
+MAPPED_BYTES = 256 << 20  # of shards' pages that one process keeps in its memory
 
 
 def is_finished(root: Root) -> bool:
@@ -93,12 +94,13 @@ class TargetCache:
         self._rows = np.concatenate(
             [np.arange(starts[unit], starts[unit + 1]) for unit in sorted(shards)] or [np.empty(0, np.int64)]
         )
-        self._check, self._max_open = check, max_open
+        self._check = check
         self._checked = np.zeros(len(opened.samples.lengths), bool)
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
         self._copy = None
         if not self.folder.is_local or local_copy is not None:
             self._copy = LocalCopy(self.folder, local_copy, max_bytes=local_copy_bytes)
+        self._max_open = max_open if self._copy is None else 1  # an open shard keeps its disk space when it is removed
 
     @classmethod
     def open(
@@ -267,22 +269,28 @@ class TargetCache:
         return self.rows(range(len(self)))
 
     def _reader(self, unit: int) -> ShardReader:
+        if sum(reader.touched for reader in self._open.values()) > MAPPED_BYTES:
+            self._open.clear()  # the pages that were looked at leave this process's memory
         if unit in self._open:
             self._open.move_to_end(unit)
             return self._open[unit]
-        record = self._shards[unit]
-        folder = self.folder
-        if self._copy is not None:
-            folder = self._copy.fetch(record)
-        try:
-            file = folder.open_input(record["shard"])
-        except FileNotFoundError as error:
-            raise CacheCorrupt(f"{folder.describe(record['shard'])} is missing; verify the cache") from error
-        reader = ShardReader(file, record, folder.describe(record["shard"]))
-        self._open[unit] = reader
-        while len(self._open) > self._max_open:
+        while len(self._open) >= self._max_open:
             self._open.popitem(last=False)
+        self._open[unit] = reader = self._open_shard(self._shards[unit])
         return reader
+
+    def _open_shard(self, record: Mapping[str, Any]) -> ShardReader:
+        name, attempts = record["shard"], 1 if self._copy is None else 100
+        folder = self.folder
+        for attempt in range(attempts):
+            if self._copy is not None:
+                folder = self._copy.fetch(record)
+            try:
+                return ShardReader(folder.open_input(name), record, folder.describe(name))
+            except FileNotFoundError as error:  # of a local copy: another process needed the room in between
+                if attempt == attempts - 1:
+                    raise CacheCorrupt(f"{folder.describe(name)} is missing; verify the cache") from error
+        raise AssertionError
 
     def info(self, *, corpus_tokens: int | None = None) -> dict[str, Any]:
         """Rows, tokens, bytes a token by part, codecs with measured errors, identity; TB for a corpus of that size."""

@@ -140,10 +140,9 @@ def _is_whole(job: Job) -> bool:
     url, record, ids, _ = job
     folder = Folder(url)
     digest, size = hashlib.sha256(), 0
-    with folder.open_input(record["shard"], memory_map=False) as stream:
-        while chunk := stream.read(4 << 20):
-            digest.update(chunk)
-            size += len(chunk)
+    for chunk in folder.chunks(record["shard"]):
+        digest.update(chunk)
+        size += len(chunk)
     return size == record["bytes"] and digest.hexdigest() == record["sha256"] and record["rows"] == len(ids)
 
 

@@ -76,7 +76,7 @@ def rows_of(plan: CachePlan, unit: int) -> Iterator[CacheRow]:
     return (make_row(*sample) for sample in plan.samples[start:stop])
 
 
-def build(root: Path, plan: CachePlan | None = None) -> CachePlan:
+def build(root: Path | str, plan: CachePlan | None = None) -> CachePlan:
     plan = plan or make_plan()
     done = create_or_resume(root, plan, lambda: fit(plan))
     for unit in range(len(plan.units)):

@@ -1,18 +1,19 @@
-"""Writers that end themselves by SIGKILL at a chosen event; imported once by the fork server."""
+"""What processes of the tests do, writers that end themselves by SIGKILL above all; the fork server imports it once."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from cache_builders import fit, rows_of
+from cache_builders import SAMPLES, fit, make_row, rows_of
 
 from storage.checkpoints import complete_checkpoints, save_checkpoint
-from storage.target_cache import CachePlan, create_or_resume, finish, write_unit
+from storage.target_cache import CachePlan, TargetCache, create_or_resume, finish, write_unit
 
 
 def build_until_killed(root: str, plan: CachePlan, event: int) -> None:
@@ -71,3 +72,14 @@ def save_until_killed(root: str, event: int) -> None:
     while True:
         step += 1
         save(Path(root), step, keep_last=2)
+
+
+def read_through_copy(root: str, copy: str, limit: int, seed: int) -> None:
+    """Read every row twice in an order of one's own through a local copy that others use too."""
+    torch.set_num_threads(1)
+    cache = TargetCache.open(root, local_copy=copy, local_copy_bytes=limit)
+    order = 2 * list(range(len(cache)))
+    random.Random(seed).shuffle(order)
+    for index in order:
+        exact = make_row(*SAMPLES[index])
+        assert torch.equal(cache.row(index).features, exact.features.flatten(1))  # type: ignore[union-attr]

@@ -1,0 +1,155 @@
+"""An S3-compatible server on loopback in a process of its own, and before it a proxy that answers some requests badly.
+
+The proxy draws each answer's fate from a seed: passed on, an error 500 or 503, a connection cut before or in the middle
+of the answer, or a delay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test-secret",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+FAULTS = ("500", "503", "cut before", "cut inside", "late")
+SERVE = """
+import sys
+from moto.server import ThreadedMotoServer
+import logging; logging.getLogger("werkzeug").disabled = True
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[int]:
+    """The port of an empty store; the process ends with the block."""
+    environment = {**os.environ, **CREDENTIALS}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield int(process.stdout.readline())
+    finally:
+        process.stdin.close()
+        process.wait(30)
+
+
+def make_bucket(port: int, name: str) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request(
+        "PUT", f"/{name}", headers={"Authorization": "AWS4-HMAC-SHA256 Credential=test/x/us-east-1/s3/x"}
+    )
+    response = connection.getresponse()
+    assert response.status == 200, response.read()
+    connection.close()
+
+
+class FaultyProxy:
+    """Passes requests on to a store; a share of `rate` of them, drawn from `seed`, ends badly. `counts` says how."""
+
+    def __init__(self, store_port: int, *, rate: float, seed: int) -> None:
+        self.rate, self.counts = rate, Counter[str]()
+        generator, lock = random.Random(seed), threading.Lock()
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self) -> None:
+                with lock:
+                    bad = generator.random() < proxy.rate
+                    fate = generator.choice(FAULTS) if bad else "passed"
+                    share = generator.random()
+                    proxy.counts[fate] += 1
+                body = self.read_body()
+                if fate == "cut before":
+                    self.close_connection = True
+                    self.connection.close()
+                    return
+                if fate in ("500", "503"):
+                    self.reply(int(fate), {}, b"<Error><Code>InternalError</Code></Error>")
+                    return
+                if fate == "late":
+                    time.sleep(0.2)
+                status, headers, data = self.forward(body)
+                if fate == "cut inside":
+                    self.reply(status, headers, data, cut=int(share * len(data)))
+                else:
+                    self.reply(status, headers, data)
+
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer
+
+            def read_body(self) -> bytes:
+                if "chunked" not in self.headers.get("Transfer-Encoding", ""):
+                    return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                data = b""
+                while size := int(self.rfile.readline().split(b";")[0], 16):
+                    data += self.rfile.read(size)
+                    self.rfile.readline()
+                while self.rfile.readline().strip():
+                    pass
+                return data
+
+            def forward(self, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
+                connection = http.client.HTTPConnection("127.0.0.1", store_port)
+                headers = {k: v for k, v in self.headers.items() if k.lower() not in ("transfer-encoding", "expect")}
+                headers["Content-Length"] = str(len(body))
+                connection.request(self.command, self.path, body, headers)
+                response = connection.getresponse()
+                data = response.read()
+                connection.close()
+                return response.status, dict(response.getheaders()), data
+
+            def reply(self, status: int, headers: Mapping[str, str], data: bytes, cut: int | None = None) -> None:
+                length = headers.get("Content-Length", str(len(data))) if self.command == "HEAD" else str(len(data))
+                self.send_response_only(status)
+                for name, value in headers.items():
+                    if name.lower() not in ("content-length", "connection", "transfer-encoding"):
+                        self.send_header(name, value)
+                self.send_header("Content-Length", length)
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(data if cut is None else data[:cut])
+                if cut is not None:
+                    self.wfile.flush()
+                    self.close_connection = True
+                    self.connection.close()
+
+            def log_message(self, format: str, *arguments: object) -> None:
+                pass
+
+            def handle(self) -> None:
+                with contextlib.suppress(OSError, ValueError):
+                    super().handle()
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._server.handle_error = lambda *ignored: None  # type: ignore[method-assign]
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    @property
+    def faults(self) -> int:
+        return sum(count for fate, count in self.counts.items() if fate != "passed")
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
