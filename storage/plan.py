@@ -20,6 +20,7 @@ Spans = Sequence[tuple[int, int]]
 FORMAT = "dspark-target-cache"
 VERSION = 1
 DEFAULT_UNIT_TOKENS = 65_536
+LONGEST = 2**27  # tokens of a sequence: a record batch with one alone is far below Arrow's 2^31 elements
 ROW_BYTES = 200  # of a row beside its states and token ids: id, spans, the JSON of `extra`, checksum, Arrow's offsets
 
 
@@ -60,6 +61,8 @@ class CachePlan:
                 raise ValueError(
                     f"sample {sample_id!r} has {length} tokens; leave empty rows out and list them as skipped"
                 )
+            if length > LONGEST:
+                raise ValueError(f"sample {sample_id!r} has {length:,} tokens, a row holds {LONGEST:,}: cut it")
             seen.add(sample_id)
         if self.spans is not None:
             for (sample_id, length), spans in zip(self.samples, self.spans, strict=True):

@@ -16,7 +16,7 @@ from storage.plan import Codecs
 from storage.records import CacheCorrupt, CacheRow, StoredRow, check_spans, row_checksum, schema, teacher_positions
 
 BATCH_BYTES = 4 << 20
-"""A record batch is closed once its states reach this size, so offsets inside it stay far below 2^31."""
+"""A record batch is closed once its columns reach this size, so offsets inside it stay far below 2^31."""
 
 
 class NonFiniteState(ValueError):
@@ -85,7 +85,7 @@ def write_shard(stream: IO[bytes], encoded: Iterable[Mapping[str, Any]], metadat
 
     for row in encoded:
         pending.append(row)
-        pending_bytes += len(row["context"]) + len(row["teacher"])
+        pending_bytes += len(row["context"]) + len(row["teacher"]) + len(row["extra"]) + 4 * len(row["input_ids"])
         totals["rows"] += 1
         totals["tokens"] += len(row["input_ids"])
         totals["context_bytes"] += len(row["context"])

@@ -14,7 +14,7 @@ from storage.commits import estimate_unit, open_folder
 from storage.filesystems import Folder
 from storage.identity import IdentityMismatch
 from storage.records import CacheCorrupt, teacher_positions
-from storage.shards import encode_row
+from storage.shards import BATCH_BYTES, encode_row
 from storage.target_cache import (
     CachePlan,
     NonFiniteState,
@@ -211,6 +211,20 @@ def test_a_long_sequence_and_a_single_token(tmp_path: Path) -> None:
     cache = TargetCache.open(tmp_path)
     assert cache.row(0).features.shape == (32_768, LAYERS * HIDDEN)
     assert cache.row(1).last_states.shape == (0, HIDDEN)
+
+
+def test_offsets_never_reach_two_to_the_31(tmp_path: Path) -> None:
+    """Batches end by the size of all columns, whichever is the large one, and no row can be too long by itself."""
+    samples = [(f"sample-{number}", 5) for number in range(12)]
+    plan = make_plan(samples=samples)
+    create_or_resume(tmp_path, plan)
+    record = write_unit(tmp_path, 0, [replace(make_row(*s), extra={"note": "x" * 1_500_000}) for s in samples])
+    assert [batch["rows"] for batch in record["batches"]] == [3, 3, 3, 3]
+    assert all(batch["bytes"] < 2 * BATCH_BYTES for batch in record["batches"])
+    finish(tmp_path)
+    assert [row.extra["note"] for row in TargetCache.open(tmp_path)] == ["x" * 1_500_000] * 12
+    with pytest.raises(ValueError, match=r"sample 'b' has 2,147,483,648 tokens, a row holds 134,217,728"):
+        make_plan(samples=[("a", 3), ("b", 2**31)])
 
 
 def test_no_teacher_is_stored_when_none_is_asked_for(tmp_path: Path) -> None:
