@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 from pipelines.settings import Settings
 from pipelines.stages.workers import open_target
 from pipelines.target_facts import TargetFacts
+from storage.codecs import TargetParts, TeacherRow, finished, fit_teacher
+from storage.codecs.measure import total_variation
+from storage.filesystems import Folder
 from storage.target_cache import (
     CachePlan,
     CacheRow,
@@ -29,6 +32,10 @@ from storage.target_cache import (
 
 if TYPE_CHECKING:
     import torch
+
+    from dspark.target_tail import TargetTail
+
+DIRECTIONS = "directions.safetensors"
 
 WINDOW_BATCHES = (
     4  # batches of like length are made from so many budgets of consecutive rows; these wait for each other
@@ -63,10 +70,15 @@ class CaptureUnit:
 
 @dataclass(frozen=True, kw_only=True)
 class FitUnit:
-    """Rows whose states the codecs are fitted on, for the cache that the plan describes."""
+    """Rows whose states the codecs are fitted on, for the cache that the plan describes.
+
+    `directions`: where the pilot left what a projected codec keeps; `temperature`: of the errors that are measured.
+    """
 
     rows: tuple[Conversation, ...]
     plan: CachePlan
+    directions: str | None = None
+    temperature: float = 1.0
 
 
 class CaptureWorker:
@@ -77,6 +89,7 @@ class CaptureWorker:
         self.target = open_target(settings, facts)
         self.target.check_head()
         self._codecs: Codecs | None = None
+        self._tail: TargetTail | None = None
 
     def run(self, unit: CaptureUnit | FitUnit) -> dict[str, Any]:
         if isinstance(unit, FitUnit):
@@ -94,7 +107,18 @@ class CaptureWorker:
         """The cache's codecs."""
         if self._codecs is None:
             self._codecs = load_codecs(self.root)
+            if self._codecs.teacher is not None:
+                self._codecs.teacher.target = self.parts_for(self._codecs.teacher.name)
         return self._codecs
+
+    def parts_for(self, teacher_codec: str) -> TargetParts:
+        """What a codec of the teacher asks of the target."""
+        from dspark.target_tail import TargetTail
+
+        if self._tail is None and teacher_codec == "recomputed":
+            self._tail = TargetTail(self.target)
+        head = self.target.lm_head.weight.detach()
+        return TargetParts(head=head, soft_cap=self.target.final_logit_softcapping, finish=self._tail)
 
     def _encoded(self, rows: Sequence[Conversation]) -> Iterator[dict[str, Any]]:
         """Rows as the shard's columns, in their order."""
@@ -138,25 +162,33 @@ class CaptureWorker:
             for index, row in enumerate(batch)
         ]
 
-    def _fit(self, unit: FitUnit) -> Codecs:
-        from storage.codecs import as_tensor
-        from storage.records import teacher_positions
+    def capture(self, rows: Sequence[Conversation]) -> list[CacheRow]:
+        """Exact states of all these rows at once; of a sample, that is."""
+        return [row for batch in _batches(rows, self._budget) for row in self._forward(batch)]
 
-        batches = _batches(unit.rows, self._budget)
-        rows = [row for batch in batches for row in self._forward(batch)]
-        plan = unit.plan
-        context = [(as_tensor(row.features).cpu(), True) for row in rows]
-        teacher = []
-        for row in rows:
-            positions = teacher_positions(row.spans, len(row.input_ids))
-            assert row.last is not None
-            teacher.append((as_tensor(row.last).cpu()[positions], bool(positions[0] == 0)))
-        assert plan.teacher is not None
+    def _fit(self, unit: FitUnit) -> Codecs:
+        plan, rows = unit.plan, self.capture(unit.rows)
+        tensors = None
+        if plan.features.name == "projected":
+            assert unit.directions is not None
+            tensors = {"projection": read_directions(unit.directions)}
+        teacher = plan.teacher
+        assert teacher is not None
         return Codecs(
             features=fit_codec(
-                plan.features, context, width=plan.num_layers * plan.hidden_size, layers=plan.num_layers
+                plan.features,
+                [(row.features, True) for row in map(teacher_row, rows)],
+                width=plan.num_layers * plan.hidden_size,
+                layers=plan.num_layers,
+                tensors=tensors,
             ),
-            teacher=fit_codec(plan.teacher, teacher, width=plan.hidden_size),
+            teacher=fit_teacher(
+                teacher,
+                [teacher_row(row) for row in rows],
+                width=plan.hidden_size,
+                target=self.parts_for(teacher.name),
+                temperature=unit.temperature,
+            ),
         )
 
     def _audit(self, unit: CaptureUnit) -> dict[str, float]:
@@ -171,12 +203,32 @@ class CaptureWorker:
         for index, sample_id in enumerate(cache.sample_ids):
             if sample_id not in wanted:
                 continue
-            row = cache.row(index)
+            row = cache.row(index, device=self.target.device, dtype=torch.float32)
             exact = self.target.capture(row.input_ids.long()[None]).last[0, row.teacher_positions]
-            stored = row.last_states.to(exact.device, exact.dtype)
-            p, q = (torch.softmax(self.target.logits(states).float(), -1) for states in (exact, stored))
-            found[sample_id] = float(0.5 * (p - q).abs().sum(-1).mean())
+            assert row.teacher is not None
+            assert self.codecs.teacher is not None
+            parts = self.codecs.teacher.target
+            assert parts is not None
+            stored = finished(row.teacher, row.teacher_positions.numpy(), parts)
+            found[sample_id] = float(total_variation(exact, stored, parts).mean())
         return found
+
+
+def teacher_row(row: CacheRow) -> TeacherRow:
+    """A captured row on the CPU, for codecs to be fitted on."""
+    from storage.codecs import as_tensor
+    from storage.records import teacher_positions
+
+    assert row.last is not None
+    positions = teacher_positions(row.spans, len(row.input_ids))
+    return TeacherRow(features=as_tensor(row.features).cpu(), last=as_tensor(row.last).cpu(), positions=positions)
+
+
+def read_directions(folder: str) -> torch.Tensor:
+    """[K, W], what a pilot's drafters look at, strongest first."""
+    from safetensors.torch import load
+
+    return load(Folder(folder).read(DIRECTIONS))["projection"]
 
 
 def _own(states: torch.Tensor) -> torch.Tensor:

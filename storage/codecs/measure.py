@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,15 +77,11 @@ def teacher_error(
         raise ValueError(f"temperature = {temperature}: it must be 0 or above")
     noise = _standin_noise(target, exact, temperature)
     generator = torch.Generator().manual_seed(0)
-    bounds, errors = [], []
-    for start in range(0, len(exact), CHUNK):
-        logits = target.logits(exact[start : start + CHUNK])
-        p = _distribution(logits, temperature)
-        q, unknown = _stored_distribution(stored, slice(start, start + CHUNK), target, p, temperature)
+    errors = []
+    for logits, p, q, _ in _distributions(exact, stored, target, temperature):
         draft = _distribution(logits + noise * _normal(logits, generator), temperature)
-        bounds.append(0.5 * (p - q).abs().sum(-1) + unknown)
         errors.append((torch.minimum(draft, p) - torch.minimum(draft, q)).sum(-1).abs())
-    bound, error = torch.cat(bounds).cpu(), torch.cat(errors).cpu()
+    bound, error = total_variation(exact, stored, target, temperature=temperature), torch.cat(errors).cpu()
     return {
         "temperature": temperature,
         "bound": float(f"{bound.mean().item():.4g}"),
@@ -93,6 +89,24 @@ def teacher_error(
         "error": float(f"{error.mean().item():.4g}"),
         "error_p99": float(f"{error.quantile(0.99).item():.4g}"),
     }
+
+
+def total_variation(
+    exact: torch.Tensor, stored: StoredTeacher, target: TargetParts, *, temperature: float = 1.0
+) -> torch.Tensor:
+    """`teacher_error`'s bound at each position [P]."""
+    parts = _distributions(exact, stored, target, temperature)
+    return torch.cat([0.5 * (p - q).abs().sum(-1) + unknown for _, p, q, unknown in parts]).cpu()
+
+
+def _distributions(
+    exact: torch.Tensor, stored: StoredTeacher, target: TargetParts, temperature: float
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | float]]:
+    """Chunk by chunk: exact logits, exact and stored distributions [p, V], mass that the stored one leaves open [p]."""
+    for start in range(0, len(exact), CHUNK):
+        logits = target.logits(exact[start : start + CHUNK])
+        p = _distribution(logits, temperature)
+        yield logits, p, *_stored_distribution(stored, slice(start, start + CHUNK), target, p, temperature)
 
 
 def _distribution(logits: torch.Tensor, temperature: float) -> torch.Tensor:
