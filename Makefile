@@ -40,3 +40,5 @@ unit:
 include tests/engines/engines.mk
 
 include tests/pipelines/kill_sweep.mk
+
+include tests/dspark/evidence.mk

@@ -92,6 +92,7 @@ class Decoder:
             )
         self._cache: RaggedCache | None = None
         self._rows: list[_Row] = []
+        self._update_seconds = 0.0  # of the last step, counted as the next one's drafting
 
     def why_not(self, request: Request) -> str | None:
         """Why a request cannot be decoded, or None when it can."""
@@ -129,7 +130,7 @@ class Decoder:
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in waiting)
         self._open(min(self.max_rows, len(waiting)), longest + self.block_size + 1)
         self.policy.reset()
-        self._rows = []
+        self._rows, self._update_seconds = [], 0.0
         while waiting or self._rows:
             new = [_Row(waiting.popleft(), time.perf_counter()) for _ in range(self._free(len(waiting)))]
             if new:
@@ -184,9 +185,9 @@ class Decoder:
     @torch.inference_mode()
     def _round(self, on_round: Callable[[str, RoundEvent], None] | None) -> None:
         rows, device = self._rows, self.target.device
-        clock = time.perf_counter()
+        clock = time.perf_counter() - self._update_seconds
         anchors = [row.output[-1] for row in rows]
-        slots = min(self.policy.most(self.block_size), self.block_size)
+        slots = min(self.policy.most(self.block_size), self.block_size) if self.policy.wants_draft(len(rows)) else 0
         proposal = self._propose(anchors, slots)
         lengths = np.zeros(len(rows), dtype=np.int64)
         confidences = None
@@ -229,7 +230,9 @@ class Decoder:
             first = step.first_tokens[index]
             self._append(row, result, gaps[first : first + len(result.token_ids)])
         if self.proposer is not None:
+            begin = time.perf_counter()
             self._give_back(step, tokens, features, kept)
+            self._update_seconds = time.perf_counter() - begin
         for row, count in zip(rows, kept, strict=True):
             row.length += count
 

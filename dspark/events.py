@@ -47,7 +47,7 @@ class RoundEvent:
     reached: list[bool]  # per slot
     acceptance_rate: list[float]  # per slot: sum of min(draft, target) where reached, else 0
     committed_ids: list[int]
-    draft_ms: float  # wall time of the batch's draft in this step
+    draft_ms: float  # wall time of the batch's draft in this step, with the taking in of what the last one committed
     verify_ms: float  # wall time of the batch's verification in this step
     batch_rows: int  # rows in the step
     batch_tokens: int  # tokens verified in the step, all rows together

@@ -270,3 +270,24 @@ class ScriptedProposer(Proposer):
 
     def move_row(self, source: int, to: int) -> None:
         self.histories[to] = self.histories[source]
+
+
+class NoDrafts(Proposer):
+    """Proposes nothing: plain decoding that leaves rounds, for comparisons at the same clock."""
+
+    needs_features = False
+    block_size = 0
+
+    def open(self, rows: int, capacity: int) -> None:
+        pass
+
+    def extend(self, committed: Committed) -> None:
+        pass
+
+    def propose(
+        self, anchors: list[int], positions: list[int], slots: int, sampling: SamplingConfig, draws: Tensor | None
+    ) -> Proposal:
+        raise ProposerError("there are no drafts to propose; verify 0 of them")
+
+    def move_row(self, source: int, to: int) -> None:
+        pass

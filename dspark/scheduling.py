@@ -12,62 +12,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dspark.calibration import Floats
+from dspark.cost_table import Cost, CostTable, SchedulingError
+
+__all__ = ["CostTable", "LengthPolicy", "SchedulingError", "algorithm_1", "global_search", "policy_named", "top_k"]
 
 Lengths = NDArray[np.int64]
-
-
-class SchedulingError(ValueError):
-    """A policy or a cost table cannot be used as given."""
-
-
-@dataclass(frozen=True)
-class CostTable:
-    """Measured steps per second against tokens in the verification batch; linear in step time in between.
-
-    Below the first entry the first step time holds; beyond the last one, its time per token.
-    """
-
-    tokens: tuple[int, ...]
-    steps_per_second: tuple[float, ...]
-    source: str = ""  # where it was measured: device, engine, model
-
-    def __post_init__(self) -> None:
-        if not self.tokens or len(self.tokens) != len(self.steps_per_second):
-            raise SchedulingError(
-                f"a cost table needs as many speeds as token counts, at least one; got {len(self.tokens)} counts and "
-                f"{len(self.steps_per_second)} speeds"
-            )
-        if any(b <= a for a, b in zip(self.tokens, self.tokens[1:], strict=False)) or self.tokens[0] < 1:
-            raise SchedulingError(f"token counts of a cost table must ascend from 1 or more; got {list(self.tokens)}")
-        if not all(np.isfinite(self.steps_per_second)) or min(self.steps_per_second) <= 0:
-            raise SchedulingError("steps per second must be positive, finite numbers")
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Sequence[float]]) -> CostTable:
-        """Read {"tokens": [...], "steps_per_second": [...], "source": "..."}, from wherever it was measured."""
-        missing = [key for key in ("tokens", "steps_per_second") if key not in value]
-        if missing:
-            raise SchedulingError(f"a cost table lacks {', '.join(missing)}; expected tokens and steps_per_second")
-        speeds = tuple(float(speed) for speed in value["steps_per_second"])
-        return cls(tuple(int(count) for count in value["tokens"]), speeds, str(value.get("source", "")))
-
-    def to_dict(self) -> dict[str, object]:
-        return {"tokens": list(self.tokens), "steps_per_second": list(self.steps_per_second), "source": self.source}
-
-    def __call__(self, tokens: ArrayLike) -> Floats:
-        """Steps per second at these batch sizes (tokens)."""
-        wanted = np.asarray(tokens, dtype=np.float64)
-        counts, seconds = np.array(self.tokens, dtype=np.float64), 1.0 / np.array(self.steps_per_second)
-        time = np.interp(wanted, counts, seconds)
-        return np.asarray(1.0 / np.where(wanted > counts[-1], seconds[-1] * wanted / counts[-1], time))
 
 
 def _ranked(survival: Floats) -> tuple[NDArray[np.int64], Floats]:
@@ -140,6 +95,10 @@ class LengthPolicy(ABC):
         """The most slots it will ever verify: no more need to be drafted."""
         return block_size
 
+    def wants_draft(self, rows: int) -> bool:
+        """Asked once a step, before it: whether its rows are to draft at all."""
+        return True
+
     @abstractmethod
     def lengths(self, survival: Floats | None, rows: int, slots: int) -> Lengths:
         """Lengths [B] in 0..slots from survival [B, slots] (None without confidences)."""
@@ -193,21 +152,67 @@ class Threshold(LengthPolicy):
         return threshold(np.divide(survival, before, out=np.zeros_like(survival), where=before > 0), self.level)
 
 
-class Scheduler(LengthPolicy):
-    """Algorithm 1 over a measured cost table."""
+class _CostPolicy(LengthPolicy):
+    """What both schedulers share: a cost table, and the choice not to draft where a step without a draft pays better.
 
-    name = "scheduler"
+    By the time confidences are known, the draft's time is spent. Whether to spend it is therefore decided before the
+    step, from the confidences of the last one that drafted; while it does not pay, every `probe`-th step drafts anyway,
+    to see whether it does by now.
+    """
+
     needs_confidence = True
 
-    def __init__(self, cost: CostTable) -> None:
-        self.cost = cost
+    def __init__(self, cost: Cost, probe: int = 16) -> None:
+        if probe < 1:
+            raise SchedulingError(f"a scheduler drafts every {probe}-th step at least; expected 1 or more")
+        self.cost, self.probe = cost, probe
+        self._seen: Floats | None = None
+        self._pause = 0
+
+    def reset(self) -> None:
+        self._seen, self._pause = None, 0
+
+    def wants_draft(self, rows: int) -> bool:
+        if self._seen is None:
+            return True
+        if self._pause:
+            self._pause -= 1
+            return self._pause == 0
+        if drafting_pays(self._seen, self.cost, rows):
+            return True
+        self._pause = self.probe - 1
+        return self._pause == 0
 
     def lengths(self, survival: Floats | None, rows: int, slots: int) -> Lengths:
         assert survival is not None
-        return algorithm_1(survival, self.cost)
+        self._seen = survival
+        return self._choose(survival, rows)
+
+    @abstractmethod
+    def _choose(self, survival: Floats, rows: int) -> Lengths:
+        """Lengths [B] from survival [B, G]."""
 
 
-class TwoStepsBehind(LengthPolicy):
+def drafting_pays(past: Floats, cost: Cost, rows: int) -> bool:
+    """Whether `rows` rows are expected to gain by drafting, judged by an earlier step's survivals [B', G].
+
+    Compares the best Θ with the draft's time in the step with that of one token a row without it. Earlier rows stand
+    for the present ones, in turn, where there are fewer or more of them.
+    """
+    _, theta = throughput_curve(past[np.arange(rows) % len(past)], cost.at_rows(rows))
+    return bool(theta.max() > rows * float(cost.without_draft()(rows)))
+
+
+class Scheduler(_CostPolicy):
+    """Algorithm 1 over a measured cost table."""
+
+    name = "scheduler"
+
+    def _choose(self, survival: Floats, rows: int) -> Lengths:
+        return algorithm_1(survival, self.cost.at_rows(rows))
+
+
+class TwoStepsBehind(_CostPolicy):
     """The production variant: capacity by global search on the confidences of two steps ago, filled by present ones.
 
     The capacity is a number of draft tokens a row, so that rows coming and going between the steps do not matter much.
@@ -215,23 +220,24 @@ class TwoStepsBehind(LengthPolicy):
     """
 
     name = "two-steps-behind"
-    needs_confidence = True
 
-    def __init__(self, cost: CostTable, delay: int = 2) -> None:
+    def __init__(self, cost: Cost, delay: int = 2, probe: int = 16) -> None:
+        super().__init__(cost, probe)
         if delay < 1:
             raise SchedulingError(f"the capacity's delay is {delay}; 0 would let drafts decide on themselves")
-        self.cost, self.delay = cost, delay
+        self.delay = delay
         self._past: deque[Floats] = deque(maxlen=delay)
 
     def reset(self) -> None:
+        super().reset()
         self._past.clear()
 
-    def lengths(self, survival: Floats | None, rows: int, slots: int) -> Lengths:
-        assert survival is not None
+    def _choose(self, survival: Floats, rows: int) -> Lengths:
         if len(self._past) < self.delay:
-            chosen = algorithm_1(survival, self.cost)
+            chosen = algorithm_1(survival, self.cost.at_rows(rows))
         else:
-            chosen = top_k(survival, two_steps_capacity(self._past[0], self.cost, rows))
+            past = self._past[0]
+            chosen = top_k(survival, two_steps_capacity(past, self.cost.at_rows(len(past)), rows))
         self._past.append(survival)
         return chosen
 
@@ -250,3 +256,26 @@ def two_steps_behind(past: ArrayLike, present: ArrayLike, cost: CostTable) -> Le
 def static(rows: int, length: int) -> Lengths:
     """The same length for every row."""
     return np.full(rows, length, dtype=np.int64)
+
+
+def policy_named(
+    name: str, *, length: int | None = None, level: float | None = None, cost: Cost | None = None
+) -> LengthPolicy:
+    """The policy of this name: "full", "static" (`length`), "threshold" (`level`), "scheduler" or "two-steps-behind".
+
+    Raises SchedulingError for another name, or when what the policy decides by is missing.
+    """
+    wanted = {"static": ("length", length), "threshold": ("level", level), "scheduler": ("cost", cost)}
+    wanted["two-steps-behind"] = wanted["scheduler"]
+    if name in wanted and wanted[name][1] is None:
+        raise SchedulingError(f"the length policy {name!r} needs a {wanted[name][0]}")
+    if name == "full":
+        return FullBlock()
+    if name == "static":
+        return StaticLength(length or 0)
+    if name == "threshold":
+        return Threshold(level or 0.0)
+    if name in ("scheduler", "two-steps-behind"):
+        assert cost is not None
+        return Scheduler(cost) if name == "scheduler" else TwoStepsBehind(cost)
+    raise SchedulingError(f"there is no length policy {name!r}; there are full, {', '.join(wanted)}")

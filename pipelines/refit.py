@@ -41,7 +41,10 @@ def refit_settings(config: str, overrides: Sequence[str], published: str | None)
     folder = Path(start).expanduser()
     parts = published_parts(folder)
     words = [f"drafter.{name}={json.dumps(value)}" for name, value in parts.items()]
-    words += [f"drafter.initial_weights={json.dumps(str(folder))}", f"evaluate.baseline={json.dumps(str(folder))}"]
+    words += [
+        f"drafter.initial_weights={json.dumps(str(folder))}",
+        f"evaluate.baselines={json.dumps({'baseline': str(folder)})}",
+    ]
     settings = load_settings(config, [*words, *overrides])
     _require_same_target(settings, folder)
     return settings
@@ -57,11 +60,11 @@ def published_parts(folder: Path) -> dict[str, Any]:
     found = DrafterConfig.from_checkpoint(json.loads(path.read_text()))
     values = {name: getattr(found, name) for name in PARTS}
     values["markov_head_type"] = values["markov_head_type"] or "vanilla"
+    if found.algorithm == "eagle3":
+        values |= {"ttt_length": found.ttt_length, "step_loss_decay": found.step_loss_decay}
     return values
 
 
-    if found.algorithm == "eagle3":
-        values |= {"ttt_length": found.ttt_length, "step_loss_decay": found.step_loss_decay}
 def _require_same_target(settings: Settings, folder: Path) -> None:
     """The stages compare the whole contract; this catches the common mistake before any work."""
     path = folder / "contract.json"

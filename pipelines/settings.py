@@ -231,6 +231,33 @@ class CalibrateSettings(Section):
     grid_points: Annotated[int, Field(ge=2)] = 97
 
 
+class StepCostSettings(Section):
+    """Steps per second against tokens in the verification batch: measured for this target and device, or read.
+
+    Schedulers decide by it, and the serving comparison beyond the engine's own load is computed from it.
+    """
+
+    table: str | None = None  # a step-cost JSON measured elsewhere; null: measured here
+    tokens: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+    row_tokens: Positive = 4  # of them in a row: the anchor and its drafts
+    context: Positive = 256  # tokens that each row holds already
+    repeats: Positive = 3  # the best of so many
+
+
+class ServingSettings(Section):
+    """Closed-loop load: a number of users, each with one request at a time, for every length policy.
+
+    At `measured_users` the engine itself decodes; at `users` recorded rounds are replayed over the step costs.
+    """
+
+    temperature: NonNegative | None = None  # one of evaluate.temperatures; null: the last of them
+    users: tuple[Positive, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    measured_users: tuple[Positive, ...] = (1, 4, 16)
+    max_new_tokens: Positive = 64  # of a measured request
+    static_length: Annotated[int, Field(ge=1)] = 3
+    threshold: Share = 0.5
+
+
 class EvaluateSettings(Section):
     """Speculative decoding of the evaluation prompts, beside plain decoding."""
 
@@ -239,12 +266,17 @@ class EvaluateSettings(Section):
     max_new_tokens: Positive = 2048
     rows: Positive = 16
     workers: Positive = 1
-    policy: Literal["full", "static", "threshold", "scheduler"] = "full"  # how many drafts a round verifies
+    # How many drafts a round verifies. Another policy than full is decoded beside it: acceptance figures need whole
+    # blocks.
+    policy: Literal["full", "static", "threshold", "scheduler", "two-steps-behind"] = "full"
     static_length: Annotated[int, Field(ge=0)] | None = None
     threshold: Share | None = None
     plain: bool = True  # decode without a drafter as well
     without_sequential_head: bool = True  # decode with the head switched off as well
-    baseline: str | None = None  # another published drafter, decoded beside
+    one_slot: bool = False  # decode with the drafter's first slot alone as well
+    baselines: dict[str, str] = {}  # name: folder of another published drafter for this target, decoded as well
+    cost: StepCostSettings = StepCostSettings()
+    serving: ServingSettings | None = ServingSettings()  # null: no serving comparison
 
     @model_validator(mode="after")
     def _policy_has_its_number(self) -> EvaluateSettings:
@@ -254,6 +286,13 @@ class EvaluateSettings(Section):
             raise ValueError("policy static needs evaluate.static_length")
         if self.policy == "threshold" and self.threshold is None:
             raise ValueError("policy threshold needs evaluate.threshold")
+        if self.serving is not None and self.serving.temperature not in (None, *self.temperatures):
+            raise ValueError(
+                f"evaluate.serving.temperature is {self.serving.temperature:g}, which is not among "
+                f"evaluate.temperatures {list(self.temperatures)}: its rounds would not be recorded"
+            )
+        if taken := {"dspark", "no-sequential-head", "one-slot", "plain"} & set(self.baselines):
+            raise ValueError(f"evaluate.baselines: {', '.join(sorted(taken))} is the name of a variant of this run")
         return self
 
 

@@ -22,8 +22,6 @@ from pipelines.reporting.events import columns
 MEAN = "mean"
 MAIN = "dspark"
 PLAIN = "plain"
-# The temperatures were fitted for the drafter itself, not for one with a part switched off or an older one.
-UNCALIBRATED = ("no-sequential-head", "baseline", PLAIN)
 USUAL_POLICIES = ("", "none", "full", "full-block")
 LEVELS = np.linspace(0.0, 1.0, 41)
 SWEEP_DRAWS = 200
@@ -38,7 +36,7 @@ def variant(drafter: str, policy: str) -> str:
 
 def rank(pair: tuple[str, float]) -> tuple[int, str, float]:
     """Order of the variants: DSpark, without its sequential head, others, plain decoding; then by temperature."""
-    return {MAIN: 0, "no-sequential-head": 1, "baseline": 2, PLAIN: 9}.get(pair[0], 5), pair[0], float(pair[1])
+    return {MAIN: 0, "no-sequential-head": 2, "one-slot": 7, PLAIN: 9}.get(pair[0], 5), pair[0], float(pair[1])
 
 
 def groups(events: pa.Table) -> Iterator[tuple[str, float, Columns]]:
@@ -188,7 +186,8 @@ def confidence(events: pa.Table, temperatures: Sequence[float] | None) -> list[d
     records = []
     for name, temperature, rows in groups(events):
         table = round_table(rows)
-        if name in UNCALIBRATED or not table.with_confidence.any():
+        # Temperatures were fitted for the drafter itself, and rounds cut short by a policy hide what followed.
+        if name != MAIN or not table.with_confidence.any():
             continue
         if temperatures is not None and len(temperatures) != table.slots:
             raise ValueError(

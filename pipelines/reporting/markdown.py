@@ -30,6 +30,7 @@ def render_markdown(report: Mapping[str, Any]) -> str:
         out += ["## Acceptance by slot, conditional", "", *_positions(report), ""]
     if report["confidence"]:
         out += ["## Calibration error (ECE of the survival probability)", "", *_confidence(report), ""]
+    out += _serving(report)
     out += _cache(report)
     out += ["## Provenance", ""]
     out += [f"- {name}: {value}" for name, value in report["provenance"].items() if not isinstance(value, Mapping)]
@@ -107,6 +108,30 @@ def _confidence(report: Mapping[str, Any]) -> list[str]:
             for row in report["confidence"]
         ],
     )
+
+
+def _serving(report: Mapping[str, Any]) -> list[str]:
+    found = report["serving"]
+    if not found:
+        return []
+    points = {(point["policy"], point["users"]): point for point in found["replayed"]}
+    measured = {(point["policy"], point["users"]): point for point in found["measured"]}
+
+    def cell(name: str, users: int) -> str:
+        point, own = points[name, users], measured.get((name, users))
+        text = f"{number(point['tokens_per_second'], 0)} ({number(point['drafts'], 1)})"
+        return text if own is None else f"{text} [{number(own['tokens_per_second'], 0)} ({number(own['drafts'], 1)})]"
+
+    rows = [[name, *[cell(name, users) for users in found["users"]]] for name in found["policies"]]
+    return [
+        f"## Under load, temperature {found['temperature']:g}",
+        "",
+        "Tokens a second of all users together, and in parentheses the drafts verified a request, by users: recorded "
+        "rounds replayed over the step costs; in brackets the engine itself.",
+        "",
+        *markdown_table(["policy", *[str(users) for users in found["users"]]], rows),
+        "",
+    ]
 
 
 def _cache(report: Mapping[str, Any]) -> list[str]:

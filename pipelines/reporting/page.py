@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from pipelines.reporting import page_confidence, page_record, page_results
+from pipelines.reporting import page_confidence, page_record, page_results, page_serving
 from pipelines.reporting.style import SCRIPT, STYLE
 
 # Nothing may be fetched, whatever stands in a title or a sample text.
@@ -23,6 +23,7 @@ SECTIONS = (
     ("speed", "By the clock", page_results.speed),
     ("positions", "Slot by slot", page_results.positions),
     ("confidence", "Confidence", page_confidence.confidence),
+    ("serving", "Under load", page_serving.serving),
     ("samples", "Sample texts", page_record.samples),
     ("training", "Training", page_record.training),
     ("cache", "Target cache", page_record.cache),
@@ -42,6 +43,7 @@ def render_page(report: Mapping[str, Any]) -> str:
         for name, title, render in SECTIONS
     )
     thresholds = json.dumps([row["thresholds"] for row in report["confidence"]], separators=(",", ":"))
+    load = json.dumps(page_serving.serving_data(report), separators=(",", ":"))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -52,7 +54,8 @@ def render_page(report: Mapping[str, Any]) -> str:
         f'{_header(report)}<nav aria-label="Sections"><ul>{menu}</ul></nav>'
         f'<main id="main">{_checks(report)}{body}</main>{_footer(report)}'
         f'<script type="application/json" id="thresholds">{_script_safe(thresholds)}</script>'
-        f"<script>{SCRIPT}</script></body></html>\n"
+        f'<script type="application/json" id="serving-data">{_script_safe(load)}</script>'
+        f"<script>{SCRIPT}{page_serving.SERVING_SCRIPT}</script></body></html>\n"
     )
 
 

@@ -8,9 +8,14 @@ from typing import Any
 
 # Points that rest on fewer rounds or predictions are drawn hollow.
 FEW = 20
-NAMES = {"dspark": "DSpark", "no-sequential-head": "without sequential head", "plain": "plain decoding"}
-TONES = {"dspark": "a", "no-sequential-head": "b", "plain": "c"}
-MARKERS = {"dspark": "circle", "no-sequential-head": "square", "plain": "diamond"}
+NAMES = {
+    "dspark": "DSpark",
+    "no-sequential-head": "without sequential head",
+    "one-slot": "first slot alone",
+    "plain": "plain decoding",
+}
+TONES = {"dspark": "a", "no-sequential-head": "b", "plain": "c", "one-slot": "e"}
+MARKERS = {"dspark": "circle", "no-sequential-head": "square", "plain": "diamond", "one-slot": "square"}
 
 
 def name_of(drafter: str) -> str:
@@ -18,7 +23,8 @@ def name_of(drafter: str) -> str:
 
 
 def tone_of(drafter: str) -> str:
-    return TONES.get(drafter, "d")
+    """Drafters that are named in the settings keep their tone from report to report."""
+    return TONES.get(drafter) or "df"[sum(drafter.encode()) % 2]
 
 
 def marker_of(drafter: str) -> str:

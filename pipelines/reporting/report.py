@@ -41,6 +41,7 @@ class ReportInputs:
     cache: what `TargetCache.info()` returns.
     conversations: result of `conversation_summary`, or the manifest of the conversations.
     timings: stopwatch records {"drafter", "temperature", "tokens", "seconds", "max_rows"}.
+    serving: what `pipelines.reporting.serving.serving` returns; None without step costs.
     prompts: text of the prompts by request id, for the samples. decode: token ids to text.
     """
 
@@ -55,6 +56,7 @@ class ReportInputs:
     cache: Mapping[str, Any] = field(default_factory=dict)
     conversations: Mapping[str, Any] = field(default_factory=dict)
     timings: Sequence[Mapping[str, Any]] = ()
+    serving: Mapping[str, Any] | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
     decode: Decode | None = None
@@ -82,6 +84,7 @@ def build_report(run_inputs: ReportInputs) -> dict[str, Any]:
         "speed": figures.speed(inputs.events, inputs.completions, inputs.timings, overall),
         "positions": figures.positions(inputs.events),
         "confidence": figures.confidence(inputs.events, temperatures),
+        "serving": dict(inputs.serving) if inputs.serving else None,
         "calibration": dict(inputs.calibration) if inputs.calibration else None,
         "equality": _equality(completions, inputs.gap_tolerance),
         "outputs": _outputs(completions),

@@ -2,12 +2,12 @@
 
 LIGHT = """
 --paper:#faf8f3;--panel:#fffefb;--ink:#1d2126;--soft:#5a6069;--line:#ddd8cc;--faint:#ece7db;
---a:#0a6c70;--b:#b4561d;--c:#757b83;--d:#7a4f9e;--target:#8a6400;--target-wash:#f6e7bd;
+--a:#0a6c70;--b:#b4561d;--c:#757b83;--d:#7a4f9e;--e:#3f62a8;--f:#9a3d6a;--target:#8a6400;--target-wash:#f6e7bd;
 --a-wash:#d5eae6;--no:#b0281f;--warn:#fbeadf;
 """
 DARK = """
 --paper:#15181b;--panel:#1c2024;--ink:#ece7dc;--soft:#a5a89f;--line:#343a40;--faint:#272c31;
---a:#58cfc3;--b:#f0a468;--c:#959ba3;--d:#c39be8;--target:#edc663;--target-wash:#453a1b;
+--a:#58cfc3;--b:#f0a468;--c:#959ba3;--d:#c39be8;--e:#8fb0f2;--f:#f08fbb;--target:#edc663;--target-wash:#453a1b;
 --a-wash:#1c4141;--no:#ff8d80;--warn:#3b2a20;
 """
 
@@ -77,8 +77,9 @@ svg .row{font-size:12px;fill:var(--ink)}svg .value{fill:var(--ink);font-variant-
 """
     + "".join(
         f".line.tone-{tone},.ring.tone-{tone},.whisker.tone-{tone}{{stroke:var(--{tone})}}"
+        f".meter i.tone-{tone}{{background:var(--{tone})}}"
         f".dot.tone-{tone},.band.tone-{tone},.cell-full.tone-{tone}{{fill:var(--{tone})}}"
-        for tone in "abcd"
+        for tone in "abcdef"
     )
     + """
 .legend li{min-width:0}
@@ -101,6 +102,10 @@ details pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.8rem;line-hei
 .flags b{font-weight:650}
 .legend.domains{margin-top:20px}
 .controls{display:flex;flex-wrap:wrap;gap:8px 18px;align-items:center;font-size:.9rem;margin:0 0 14px}
+.control{display:grid;gap:4px;flex:1 1 240px}.control output{font-weight:650;font-variant-numeric:tabular-nums}
+table.load{max-width:none}.load .meter{width:34%;min-width:80px;padding-right:14px}
+.meter i{display:block;height:10px;border-radius:2px;background:var(--c)}
+.load .best th,.load .best td{font-weight:650;color:var(--a)}
 input[type=range]{flex:1 1 200px;max-width:420px;accent-color:var(--a)}
 input[type=checkbox]{accent-color:var(--a);width:1.05em;height:1.05em;vertical-align:-.15em;margin-right:.45em}
 .readout{display:grid;gap:2px 18px;grid-template-columns:repeat(auto-fit,minmax(96px,1fr));margin:0}

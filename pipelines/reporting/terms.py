@@ -25,5 +25,9 @@ TERMS = {
     "AUROC": "The probability that an accepted slot had a higher predicted survival than a rejected one.",
     "95% interval": "From a bootstrap that draws whole answers again, not rounds: rounds of one answer are alike.",
     "Mean of domains": "Every domain counts the same, however many prompts it has.",
+    "Load": "How many users have a request at the same time; one whose answer ends asks the next at once.",
+    "Verification budget": "Drafts that a step verifies, a request each.",
+    "Step cost": "The time of a step by the tokens in it, measured on the device named in the report, and of the draft "
+    "by its requests.",
     "Tie": "A place where the target's two best logits are so close that rounding decides between them.",
 }

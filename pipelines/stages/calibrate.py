@@ -47,12 +47,11 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
         return {"temperatures": None}
     prompts = read_split(Path(run.location("regenerate"), "calibration.jsonl"), "calibration")
     plan = DecodePlan(
-        settings=settings.model_copy(update={"evaluate": settings.evaluate.model_copy(update={"policy": "full"})}),
+        settings=settings,
         facts=facts,
         folder=run.location("calibrate"),
         circumstances={"identity": run.identity("calibrate")},
         drafter=str(Path(run.location("train"), "final")),
-        baseline=None,
         max_new_tokens=wanted.max_new_tokens,
         rows=wanted.rows,
     )

@@ -1,7 +1,8 @@
 """Decoding prompts with a drafter, or without, and keeping every round: what calibration and evaluation share.
 
-Work is cut into units of prompts that are decoded together. Each finished completion is one file; a unit whose
-completions are all there is not done again.
+A *variant* is what drafts (the drafter, the same without its sequential head, its first slot alone, nothing, another
+drafter), a *policy* how much of it is verified. Work is cut into units of prompts that are decoded together. Each
+finished completion is one file; a unit whose completions are all there is not done again.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import copy
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipelines.data.chat import render_prompt, thinks
-from pipelines.data.conversations import Prompt, prompt_from_row, read_jsonl
-from pipelines.reporting.events import EventLog, Labels, completion_key
+from pipelines.data.conversations import Message, Prompt, prompt_from_row, read_jsonl
+from pipelines.errors import UserError
+from pipelines.reporting.events import EventLog, Labels
 from pipelines.settings import Settings
 from pipelines.stages.regenerate import make_request
 from pipelines.stages.workers import on_pool, open_target, session
@@ -25,29 +27,37 @@ from pipelines.target_facts import TargetFacts
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from dspark.target import Target
     from pipelines.progress import Reporter
 
-DSPARK, NO_HEAD, PLAIN, BASELINE = "dspark", "no-sequential-head", "plain", "baseline"
+DSPARK, NO_HEAD, ONE_SLOT, PLAIN = "dspark", "no-sequential-head", "one-slot", "plain"
+FULL = "full"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeUnit:
-    """Prompts to decode together by one variant (a name of this module) at one temperature and seed."""
+    """Prompts to decode together by one variant and policy at one temperature and seed."""
 
     variant: str
+    policy: str = FULL
     temperature: float
     seed: int
     split: str
     prompts: tuple[Prompt, ...]
     number: int
 
+    @property
+    def decoding(self) -> str:
+        return self.variant if self.policy == FULL else f"{self.variant}, {self.policy}"
+
     def __str__(self) -> str:
-        return f"{self.split}: {self.variant}, temperature {self.temperature:g}, seed {self.seed}, part {self.number}"
+        return f"{self.split}: {self.decoding}, temperature {self.temperature:g}, seed {self.seed}, part {self.number}"
 
     @property
     def file(self) -> str:
         """Where the unit's stopwatch record and what it skipped are kept, written when all its completions are."""
-        return f"units/{self.variant}-t{self.temperature:g}-s{self.seed}-{self.number:04d}.json"
+        name = self.decoding.replace(", ", "-")
+        return f"units/{name}-t{self.temperature:g}-s{self.seed}-{self.number:04d}.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +69,11 @@ class DecodePlan:
     folder: str
     circumstances: dict[str, Any]
     drafter: str | None
-    baseline: str | None
     max_new_tokens: int
     rows: int
+    baselines: dict[str, str] = field(default_factory=dict)  # name: folder
     temperatures: tuple[float, ...] | None = None  # calibrated, of the confidences
+    costs: dict[float, dict[str, Any]] = field(default_factory=dict)  # step costs by decoding temperature
 
 
 def read_split(path: Path, split: str) -> list[Prompt]:
@@ -72,13 +83,21 @@ def read_split(path: Path, split: str) -> list[Prompt]:
 
 
 def cut(
-    prompts: Sequence[Prompt], *, variant: str, temperature: float, seed: int, split: str, rows: int
+    prompts: Sequence[Prompt],
+    *,
+    variant: str,
+    temperature: float,
+    seed: int,
+    split: str,
+    rows: int,
+    policy: str = FULL,
 ) -> list[DecodeUnit]:
     """Units of four batches each: enough for rows to be refilled, little to lose."""
     size = 4 * rows
     return [
         DecodeUnit(
             variant=variant,
+            policy=policy,
             temperature=temperature,
             seed=seed,
             split=split,
@@ -102,7 +121,7 @@ def decode_all(plan: DecodePlan, units: Sequence[DecodeUnit], workers: int, repo
         with session(plan.settings, plan.folder), reporter.task(what, total, "prompts", done) as task:
 
             def finished(unit: DecodeUnit, result: dict[str, Any]) -> None:
-                task.advance(len(unit.prompts), now=f"{unit.variant} T={unit.temperature:g}", **result)
+                task.advance(len(unit.prompts), now=f"{unit.decoding} T={unit.temperature:g}", **result)
 
             on_pool(
                 plan.settings,
@@ -116,34 +135,71 @@ def decode_all(plan: DecodePlan, units: Sequence[DecodeUnit], workers: int, repo
     return [json.loads(log.folder.read(unit.file)) for unit in units]
 
 
+def open_drafters(plan: DecodePlan, target: Target) -> dict[str, tuple[Target, Any]]:
+    """By variant: what drafts, and the target as it reads it. A baseline may capture other layers of the same target.
+
+    Raises UserError for a baseline that is not a drafter for this target.
+    """
+    from dspark.drafter import load_drafter
+    from dspark.proposers import ProposerError, proposer_for
+    from dspark.target import Target
+
+    options: dict[str, Any] = {"device": target.device, "dtype": target.dtype, "target": target}
+    found: dict[str, tuple[Target, Any]] = {PLAIN: (target, None)}
+    if plan.drafter is not None:
+        drafter = load_drafter(plan.drafter, **options)
+        found |= {DSPARK: (target, drafter), ONE_SLOT: (target, drafter)}
+        found[NO_HEAD] = (target, without_sequential_head(drafter))
+    for name, folder in plan.baselines.items():
+        try:
+            drafter = load_drafter(folder, **options)
+            layers = tuple(drafter.config.target_layer_ids)
+            seen = (
+                target
+                if layers == target.layer_ids
+                else Target(target.model, target.tokenizer, target_layer_ids=layers, name=target.name)
+            )
+            proposer_for(drafter, seen)
+        except (ProposerError, ValueError, OSError) as error:
+            raise UserError(f"evaluate.baselines.{name}: {folder} cannot draft for this target: {error}") from error
+        found[name] = (seen, drafter)
+    return found
+
+
+def prompt_request(
+    plan: DecodePlan, target: Target, prompt: Prompt, messages: Sequence[Message], name: str, room: int, *, seed: int
+) -> Any:
+    """The decoder's request for a conversation so far; thinking is as the prompt's id decides."""
+    settings = plan.settings
+    ids = render_prompt(
+        target.tokenizer,
+        list(messages),
+        thinking=thinks(settings.target.thinking, settings.run.seed, prompt.prompt_id),
+        row=prompt.prompt_id,
+    )
+    return make_request(name, ids, room, plan.facts, settings.run.seed + seed)
+
+
 class DecodeWorker:
-    """Holds the target and the drafter, and decodes one unit after the other."""
+    """Holds the target and the drafters, and decodes one unit after the other."""
 
     def __init__(self, plan: DecodePlan) -> None:
-        from dspark.drafter import load_drafter
-
         self.plan = plan
         self.target = open_target(plan.settings, plan.facts)
-        options: dict[str, Any] = {"device": self.target.device, "dtype": self.target.dtype}
-        self.drafters: dict[str, Any] = {PLAIN: None}
-        if plan.drafter is not None:
-            drafter = load_drafter(plan.drafter, **options)
-            self.drafters[DSPARK] = drafter
-            self.drafters[NO_HEAD] = without_sequential_head(drafter)
-        if plan.baseline is not None:
-            self.drafters[BASELINE] = load_drafter(plan.baseline, **options)
+        self.drafters = open_drafters(plan, self.target)
         self.log = EventLog(plan.folder, plan.circumstances)
 
     def run(self, unit: DecodeUnit) -> dict[str, Any]:
         from dspark.decoding import Decoder, SamplingConfig
 
         plan = self.plan
+        target, drafter = self.drafters[unit.variant]
         decoder = Decoder(
-            self.target,
-            self.drafters[unit.variant],
+            target,
+            drafter,
             sampling=SamplingConfig(temperature=unit.temperature),
             max_rows=plan.rows,
-            length_policy=self._policy(unit.variant),
+            length_policy=self._policy(unit),
             temperatures=plan.temperatures if unit.variant == DSPARK else None,
             record_gaps=unit.temperature == 0,
         )
@@ -172,9 +228,9 @@ class DecodeWorker:
                 ids = [token for token in completion.output_ids if token not in plan.facts.stop_token_ids]
                 text = self.target.tokenizer.decode(ids)
                 said[prompt.prompt_id].append({"role": "assistant", "content": text})
-                self.log.append(completion, labels_of(unit, prompt, self._policy_name(unit.variant)))
+                self.log.append(completion, labels_of(unit, prompt))
         record = {
-            "drafter": unit.variant,
+            "drafter": unit.decoding,
             "temperature": unit.temperature,
             "tokens": tokens,
             "seconds": seconds,
@@ -184,39 +240,33 @@ class DecodeWorker:
         self.log.folder.write(unit.file, json.dumps(record, indent=1).encode())
         return {"tokens_per_second": tokens / max(seconds, 1e-9)}
 
-    def _request(self, unit: DecodeUnit, prompt: Prompt, messages: list[dict[str, str]], turn: int) -> Any:
-        settings = self.plan.settings
-        ids = render_prompt(
-            self.target.tokenizer,
-            messages,
-            thinking=thinks(settings.target.thinking, settings.run.seed, prompt.prompt_id),
-            row=prompt.prompt_id,
-        )
+    def _request(self, unit: DecodeUnit, prompt: Prompt, messages: Sequence[Message], turn: int) -> Any:
         name = prompt.prompt_id if turn == 0 else f"{prompt.prompt_id}/turn-{turn + 1}"
-        return make_request(name, ids, self.plan.max_new_tokens, self.plan.facts, settings.run.seed + unit.seed)
+        return prompt_request(self.plan, self.target, prompt, messages, name, self.plan.max_new_tokens, seed=unit.seed)
 
-    def _policy_name(self, variant: str) -> str:
-        return "full" if variant != DSPARK else self.plan.settings.evaluate.policy
+    def _policy(self, unit: DecodeUnit) -> Any:
+        from dspark.cost_table import StepCosts
+        from dspark.scheduling import StaticLength, policy_named
 
-    def _policy(self, variant: str) -> Any:
-        from dspark.scheduling import FullBlock, StaticLength, Threshold
+        if unit.variant == ONE_SLOT:
+            return StaticLength(1)
+        wanted, costs = self.plan.settings.evaluate, self.plan.costs.get(unit.temperature)
+        return policy_named(
+            unit.policy,
+            length=wanted.static_length,
+            level=wanted.threshold,
+            cost=None if costs is None else StepCosts.from_dict(costs),
+        )
 
-        wanted, name = self.plan.settings.evaluate, self._policy_name(variant)
-        if name == "static":
-            return StaticLength(wanted.static_length)  # type: ignore[arg-type]
-        if name == "threshold":
-            return Threshold(wanted.threshold)  # type: ignore[arg-type]
-        return FullBlock()
 
-
-def labels_of(unit: DecodeUnit, prompt: Prompt, policy: str) -> Labels:
+def labels_of(unit: DecodeUnit, prompt: Prompt) -> Labels:
     return Labels(
         domain=prompt.domain,
         split=unit.split,
         seed=unit.seed,
         temperature=unit.temperature,
         drafter=unit.variant,
-        policy=policy,
+        policy=unit.policy,
     )
 
 
@@ -227,6 +277,3 @@ def without_sequential_head(drafter: Any) -> Any:
     plain.markov_head = None
     plain.confidence_head = None
     return plain
-
-
-__all__ = ["DecodePlan", "DecodeUnit", "completion_key", "cut", "decode_all", "read_split"]

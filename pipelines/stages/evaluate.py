@@ -1,20 +1,35 @@
 """Decode the evaluation prompts, losslessly, and keep every round.
 
-1. Cut the prompts into units, for every variant (the drafter, the same with its sequential head switched off, plain
-   decoding, a baseline when one is named), temperature and seed.
-2. Ray workers decode them, in batches; each completion is kept as it ends.
-3. Merge: `events-all.parquet`, `completions-all.parquet` and `timings.json` are what every figure comes from.
+1. Measure what a step costs on this device, or read it (`step_costs.json`).
+2. Cut the prompts into units, for every variant (the drafter with whole blocks and with another length policy, the same
+   with its sequential head switched off, its first slot alone, plain decoding, other drafters that are named),
+   temperature and seed. Ray workers decode them, in batches; each completion is kept as it ends.
+3. Let the engine serve a few users with every length policy (`serving/`).
+4. Merge: `events-all.parquet`, `completions-all.parquet` and `timings.json` are what every figure comes from.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.settings import Settings
 from pipelines.stages.calibrate import read_calibration
-from pipelines.stages.decode_events import BASELINE, DSPARK, NO_HEAD, PLAIN, DecodePlan, cut, decode_all, read_split
+from pipelines.stages.decode_events import (
+    DSPARK,
+    FULL,
+    NO_HEAD,
+    ONE_SLOT,
+    PLAIN,
+    DecodePlan,
+    cut,
+    decode_all,
+    read_split,
+)
+from pipelines.stages.serving import measure_serving
+from pipelines.stages.step_costs import find_step_costs, table_identity
 from pipelines.target_facts import examine_target
 from storage.filesystems import Folder
 
@@ -29,10 +44,12 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
     """Variants, temperatures, seeds and lengths; the prompts come with the inputs."""
     wanted = settings.evaluate
     fields = {"evaluate": wanted.model_dump(mode="json", exclude={"workers"}), "seed": settings.run.seed}
-    if wanted.baseline is not None:
+    if wanted.baselines:
         from pipelines.stages.train import weights_identity
 
-        fields["baseline"] = weights_identity(wanted.baseline)
+        fields["baselines"] = {name: weights_identity(folder) for name, folder in wanted.baselines.items()}
+    if wanted.cost.table is not None:
+        fields["cost_table"] = table_identity(wanted.cost.table)
     return fields
 
 
@@ -51,30 +68,27 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
         folder=run.location("evaluate"),
         circumstances={"identity": run.identity("evaluate")},
         drafter=str(Path(run.location("train"), "final")),
-        baseline=wanted.baseline,
+        baselines=wanted.baselines,
         max_new_tokens=wanted.max_new_tokens,
         rows=wanted.rows,
         temperatures=None if calibration is None else tuple(calibration["temperatures"]),
     )
-    variants = [PLAIN] if wanted.plain else []
-    variants.append(DSPARK)
-    if wanted.without_sequential_head and settings.drafter.algorithm == "dspark":
-        variants.append(NO_HEAD)
-    if wanted.baseline is not None:
-        variants.append(BASELINE)
+    plan = replace(plan, costs=find_step_costs(plan, reporter))
     units = []
     for temperature in wanted.temperatures:
         for seed in wanted.seeds:
-            for variant in variants:
+            for variant, policy in decodings(settings):
                 units += cut(
                     prompts,
                     variant=variant,
+                    policy=policy,
                     temperature=temperature,
                     seed=seed,
                     split="evaluation",
                     rows=wanted.rows,
                 )
     records = decode_all(plan, units, wanted.workers, reporter)
+    served = measure_serving(plan, prompts, has_confidence(settings), reporter)
     timings = _add_up(records)
     skipped = {name: why for record in records for name, why in record["skipped"].items()}
     folder.write(TIMINGS, json.dumps({"timings": timings, "skipped": skipped}, indent=1).encode())
@@ -82,10 +96,30 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     return {
         "prompts": len(prompts),
         "skipped": len(skipped),
+        **served,
         "accepted_length": {
             f"{row['drafter']}, {row['domain']}, temperature {row['temperature']:g}": row["value"] for row in lengths
         },
     }
+
+
+def decodings(settings: Settings) -> list[tuple[str, str]]:
+    """(variant, policy) pairs that the settings ask for. Whole blocks of the drafter are always among them."""
+    wanted = settings.evaluate
+    found = [(PLAIN, FULL)] if wanted.plain else []
+    found.append((DSPARK, FULL))
+    if wanted.policy != FULL:
+        found.append((DSPARK, wanted.policy))
+    if wanted.without_sequential_head and settings.drafter.algorithm == "dspark" and settings.drafter.markov_rank:
+        found.append((NO_HEAD, FULL))
+    if wanted.one_slot:
+        found.append((ONE_SLOT, FULL))
+    return found + [(name, FULL) for name in wanted.baselines]
+
+
+def has_confidence(settings: Settings) -> bool:
+    """Whether this run's drafter says how far it can be trusted."""
+    return settings.drafter.algorithm == "dspark" and settings.drafter.enable_confidence_head
 
 
 def _add_up(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -47,6 +47,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     summary = run.directory.read_json("run.json") or {}
     invocations = summary.get("invocations") or [{}]
     prompts = read_split(Path(run.location("regenerate"), "evaluation.jsonl"), "evaluation")
+    calibration = read_calibration(run)
     wanted = ("block_size", "num_hidden_layers", "markov_head_type", "markov_rank", "target_layer_ids")
     report = build_report(
         ReportInputs(
@@ -56,10 +57,11 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
             target={"name": facts.name, "revision": facts.revision},
             drafter={"algorithm": settings.drafter.algorithm, **{key: config.get(key) for key in wanted}},
             contract=facts.contract(settings, with_block=True),
-            calibration=read_calibration(run),
+            calibration=calibration,
             training=read_log(Path(run.location("train"), LOG)),
             cache=TargetCache.open(run.location("cache")).info(),
             conversations=conversation_summary(read_conversations(conversations)),
+            serving=_serving(settings, evaluation, calibration),
             timings=json.loads(evaluation.read(TIMINGS))["timings"],
             prompts={prompt.prompt_id: prompt.messages[-1]["content"] for prompt in prompts},
             provenance={**invocations[-1], "settings": settings.to_dict()},
@@ -70,3 +72,28 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     if run.tracker is not None and run.directory.is_local:
         run.tracker.html("report", run.directory.path("report/index.html"))
     return {"page": run.directory.location("report/index.html"), "flags": report["flags"]}
+
+
+def _serving(settings: Settings, evaluation: Folder, calibration: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The serving comparison, from recorded rounds and step costs; None when the evaluation has no step costs."""
+    from dspark.cost_table import StepCosts
+    from pipelines.reporting.events import read_events
+    from pipelines.reporting.serving import serving
+    from pipelines.stages.serving import FOLDER
+    from pipelines.stages.step_costs import read_step_costs, serving_temperature
+
+    wanted, temperature = settings.evaluate.serving, serving_temperature(settings.evaluate)
+    costs = read_step_costs(evaluation).get(temperature) if temperature is not None else None
+    if wanted is None or temperature is None or costs is None:
+        return None
+    measured = f"{FOLDER}/events-all.parquet"
+    return serving(
+        read_events(evaluation.full("events-all.parquet")),
+        read_events(evaluation.full(measured)) if evaluation.exists(measured) else None,
+        StepCosts.from_dict(costs),
+        None if calibration is None else calibration["temperatures"],
+        temperature=temperature,
+        users=wanted.users,
+        static_length=wanted.static_length,
+        threshold=wanted.threshold,
+    )

@@ -8,6 +8,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dspark.config import DrafterConfig
+from dspark.drafter import Drafter
+from dspark.eagle3 import Eagle3Drafter
 from dspark.target import Target
 
 LAYERS = (0, 2, 4)
@@ -60,3 +62,24 @@ def config_for(target: Target, **overrides: Any) -> DrafterConfig:
     if overrides.get("algorithm", "dspark") == "dspark":
         settings["markov_rank"] = 8
     return DrafterConfig.for_target(target.text_config, mask_token_id=96, **(settings | overrides))
+
+
+def a_drafter(target: Any, kind: str) -> Any:
+    settings: dict[str, dict[str, Any]] = {
+        "vanilla": {},
+        "gated": {"markov_head_type": "gated"},
+        "rnn": {"markov_head_type": "rnn"},
+        "dflash": {"algorithm": "dflash"},
+        "mask-first": {"algorithm": "dflash", "block_layout": "mask-first"},
+        "reduced": {"draft_vocab_size": 40},
+        "eagle3": {"algorithm": "eagle3", "num_draft_layers": 1, "block_size": 7},
+    }
+    config = config_for(target, **settings[kind])
+    drafter: Any = (Eagle3Drafter if kind == "eagle3" else Drafter)(config)
+    drafter.initialise_random(3)
+    drafter.share_target(target.embed_tokens.weight, target.lm_head.weight)
+    if drafter.markov_head is not None:
+        torch.nn.init.normal_(drafter.markov_head.markov_w2.weight, std=0.3)
+    if kind == "reduced":
+        drafter.restrict_vocabulary(torch.arange(7, 47))
+    return drafter.eval()

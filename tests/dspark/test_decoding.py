@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import config_for, tiny_target
+from small_models import a_drafter, tiny_target
 
 from dspark.decoding import Decoder, Request, RequestError
-from dspark.drafter import Drafter
-from dspark.eagle3 import Eagle3Drafter
 from dspark.events import Completion, commit
 from dspark.kv_cache import CacheFull, RaggedCache, RaggedStep
 from dspark.proposers import ProposerError, ScriptedProposer
@@ -73,27 +71,6 @@ def assert_same_greedy(target: Any, request: Request, completion: Completion) ->
             assert gaps[index] < GAP_TOLERANCE, f"{request.request_id} differs at {index}, logit gap {gaps[index]:.2g}"
             return
     assert len(completion.output_ids) == len(expected)
-
-
-def a_drafter(target: Any, kind: str) -> Any:
-    settings: dict[str, dict[str, Any]] = {
-        "vanilla": {},
-        "gated": {"markov_head_type": "gated"},
-        "rnn": {"markov_head_type": "rnn"},
-        "dflash": {"algorithm": "dflash"},
-        "mask-first": {"algorithm": "dflash", "block_layout": "mask-first"},
-        "reduced": {"draft_vocab_size": 40},
-        "eagle3": {"algorithm": "eagle3", "num_draft_layers": 1, "block_size": 7},
-    }
-    config = config_for(target, **settings[kind])
-    drafter: Any = (Eagle3Drafter if kind == "eagle3" else Drafter)(config)
-    drafter.initialise_random(3)
-    drafter.share_target(target.embed_tokens.weight, target.lm_head.weight)
-    if drafter.markov_head is not None:
-        torch.nn.init.normal_(drafter.markov_head.markov_w2.weight, std=0.3)
-    if kind == "reduced":
-        drafter.restrict_vocabulary(torch.arange(7, 47))
-    return drafter.eval()
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma4"])

@@ -2,127 +2,57 @@
 
 from __future__ import annotations
 
-import os
-from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from table_models import TableProposer, TableTarget, chi_squared, chi_squared_limit, exact_sequences
+from lossless_cases import POLICIES, against_enumeration, appendix_a, retrospective, without_the_residual
+from table_models import chi_squared, chi_squared_limit
 
 import dspark.sampling
-from dspark.decoding import Decoder, Request
 from dspark.sampling import SamplingConfig, draw, probabilities, residual, sample, uniforms, verify
-from dspark.scheduling import (
-    CostTable,
-    FullBlock,
-    LengthPolicy,
-    Scheduler,
-    StaticLength,
-    Threshold,
-    TwoStepsBehind,
-    algorithm_1,
-    global_search,
-)
+from dspark.scheduling import FullBlock, algorithm_1, global_search
 
-TARGET = [[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.45, 0.1, 0.45]]
-# Bad on purpose: confident in what the target finds unlikely.
-DRAFT = [[0.1, 0.2, 0.7], [0.7, 0.18, 0.12], [0.05, 0.9, 0.05]]
-CONFIDENCE = [2.0, -1.0, 0.3]
-JAGGED = CostTable((1, 40, 400, 500, 900), (10.0, 9.0, 5.0, 2.0, 1.9))
-APPENDIX_A = CostTable((1, 2, 3), (1.0, 0.5, 0.45))
-# The whole test of the issue is 200,000 sequences; the everyday one is shorter.
-SEQUENCES = int(os.environ.get("DSPARK_LOSSLESS_SEQUENCES", "12000"))
-
-
-def outputs(
-    target: Any, proposer: Any, policy: LengthPolicy | None, sampling: SamplingConfig, count: int, length: int
-) -> Counter[tuple[int, ...]]:
-    decoder = Decoder(target, proposer, sampling=sampling, max_rows=256, length_policy=policy)
-    requests = [
-        Request(request_id=str(seed), prompt_ids=[0], max_new_tokens=length, seed=seed) for seed in range(count)
-    ]
-    return Counter(tuple(completion.output_ids) for completion in decoder.generate(requests))
-
-
-class PerRow(LengthPolicy):
-    """A rule applied to every row by itself, as if it were alone in its batch."""
-
-    name = "per-row"
-    needs_confidence = True
-
-    def __init__(self, rule: Any) -> None:
-        self.rule = rule
-
-    def lengths(self, survival: Any, rows: int, slots: int) -> Any:
-        return np.array([self.rule(survival[row : row + 1], APPENDIX_A)[0] for row in range(rows)])
-
-
-POLICIES: dict[str, Any] = {
-    "full": FullBlock,
-    "static": lambda: StaticLength(2),
-    "threshold": lambda: Threshold(0.5),
-    "scheduler": lambda: Scheduler(JAGGED),
-    "two-steps-behind": lambda: TwoStepsBehind(JAGGED),
-}
+# A short form of tests/dspark/lossless_evidence.py, which has 200,000 sequences a case.
+SEQUENCES = 12_000
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, None])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_output_has_the_target_distribution(policy: str | None, temperature: float) -> None:
-    sampling = SamplingConfig(temperature=temperature)
-    proposer = None if policy is None else TableProposer(DRAFT, CONFIDENCE, block_size=3)
     chosen = None if policy is None else POLICIES[policy]()
-    counts = outputs(TableTarget(TARGET), proposer, chosen, sampling, SEQUENCES, length=4)
-    statistic, freedom = chi_squared(counts, exact_sequences(TARGET, 0, 4, sampling))
+    sampling = SamplingConfig(temperature=temperature)
+    statistic, freedom = against_enumeration(chosen, sampling, SEQUENCES, 3, drafting=policy is not None)
     assert statistic < chi_squared_limit(freedom)
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.8}, {"top_k": 2}, {"top_p": 0.75, "top_k": 2}])
 def test_output_has_the_cut_distribution(cut: dict[str, Any]) -> None:
     sampling = SamplingConfig(temperature=0.9, **cut)
-    proposer = TableProposer(DRAFT, CONFIDENCE, block_size=3)
-    counts = outputs(TableTarget(TARGET), proposer, FullBlock(), sampling, SEQUENCES, length=3)
-    statistic, freedom = chi_squared(counts, exact_sequences(TARGET, 0, 3, sampling))
+    statistic, freedom = against_enumeration(FullBlock(), sampling, SEQUENCES, 3, drafting=True)
     assert statistic < chi_squared_limit(freedom)
 
 
-def test_accepting_without_the_residual_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dspark.sampling, "residual", lambda p_target, _: p_target)
-    sampling = SamplingConfig(temperature=1.0)
-    proposer = TableProposer(DRAFT, CONFIDENCE, block_size=3)
-    counts = outputs(TableTarget(TARGET), proposer, FullBlock(), sampling, SEQUENCES, length=4)
-    statistic, freedom = chi_squared(counts, exact_sequences(TARGET, 0, 4, sampling))
+def test_accepting_without_the_residual_is_noticed() -> None:
+    with without_the_residual():
+        statistic, freedom = against_enumeration(
+            FullBlock(), SamplingConfig(temperature=1.0), SEQUENCES, 4, drafting=True
+        )
     assert statistic > chi_squared_limit(freedom)
 
 
 @pytest.mark.parametrize(("rule", "first_token"), [(algorithm_1, 0.70), (global_search, 0.85)])
 def test_appendix_a(rule: Any, first_token: float) -> None:
     """Looking ahead shifts the output from (0.70, 0.30) to (0.85, 0.15), and the test rejects it."""
-    logit = np.log(0.8 / 0.2)
-    # Slot 1 follows token 2 (the prompt's); token 0, "A", makes the next confidence 0.9, token 1 makes it 0.
-    target = TableTarget([[0.7, 0.3, 1e-9], [0.7, 0.3, 1e-9], [0.7, 0.3, 1e-9]])
-    even = [[0.5, 0.5, 1e-9]] * 3
-
-    class AppendixProposer(TableProposer):
-        def propose(self, anchors: list[int], *rest: Any) -> Any:
-            proposal = super().propose(anchors, *rest)
-            assert proposal.confidence_logits is not None
-            proposal.confidence_logits[:, 0] = logit
-            return proposal
-
-    proposer = AppendixProposer(even, [np.log(0.9 / 0.1), -1e9, logit], block_size=2)
-    sampling = SamplingConfig(temperature=1.0)
-    decoder = Decoder(target, proposer, sampling=sampling, max_rows=256, length_policy=PerRow(rule))
     count = 6000
-    requests = [Request(request_id=str(i), prompt_ids=[2], max_new_tokens=2, seed=i) for i in range(count)]
-    # Output token 1 is the first of a round; token 0 comes from the prompt's pass.
-    share = np.mean([completion.output_ids[1] == 0 for completion in decoder.generate(requests)])
+    share = appendix_a(rule, count)[0,] / count
     error = (first_token * (1 - first_token) / count) ** 0.5
     assert abs(share - first_token) < 4 * error
     if rule is global_search:
         assert abs(share - 0.70) > 20 * error
+        statistic, freedom = retrospective(count)
+        assert statistic > chi_squared_limit(freedom)
 
 
 def test_toy_values_of_the_rejection_rule() -> None:

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import tiny_target
+from small_models import a_drafter, tiny_target
 
 from dspark.calibration import survival
+from dspark.cost_table import StepCosts
+from dspark.proposers import proposer_for
+from dspark.sampling import SamplingConfig
 from dspark.scheduling import (
     CostTable,
     FullBlock,
@@ -28,7 +31,7 @@ from dspark.scheduling import (
     top_k,
     two_steps_behind,
 )
-from dspark.step_cost import measure_step_cost
+from dspark.step_cost import measure_step_costs
 
 APPENDIX_A = CostTable((1, 2, 3), (1.0, 0.5, 0.45))
 
@@ -182,10 +185,31 @@ def _seconds(rule, chances: np.ndarray, cost: CostTable) -> float:
     return time.perf_counter() - start
 
 
-def test_step_cost_is_measured() -> None:
-    table = measure_step_cost(tiny_target(), (1, 6, 16), context=20, repeats=1, overhead_seconds=0.5, source="here")
-    assert table.tokens == (1, 6, 16)
-    assert max(table.steps_per_second) < 2.0
-    assert table.source == "here"
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=1.0)])
+@pytest.mark.parametrize("kind", ["vanilla", "eagle3"])
+def test_step_costs_are_measured_and_read_back(kind: str, sampling: SamplingConfig) -> None:
+    target = tiny_target()
+    proposer = proposer_for(a_drafter(target, kind), target)
+    costs = measure_step_costs(target, proposer, (1, 6, 16), context=20, repeats=1, sampling=sampling, source="here")
+    assert costs.verify.tokens == (1, 6, 16)
+    assert costs.draft_rows == (1, 2, 4)
+    assert min(costs.draft_seconds) > 0
+    assert costs.conditions["temperature"] == sampling.temperature
+    assert StepCosts.from_dict(costs.to_dict()) == costs
     with pytest.raises(SchedulingError, match="1 or more"):
-        measure_step_cost(tiny_target(), ())
+        measure_step_costs(target, None, ())
+
+
+def test_a_step_takes_the_draft_and_the_pass() -> None:
+    costs = StepCosts(CostTable((1, 3), (10.0, 5.0)), (1, 3), (0.1, 0.3))
+    assert costs.seconds([1, 2, 3], [1, 2, 3]).tolist() == pytest.approx([0.2, 0.35, 0.5])
+    assert costs.seconds(6, 6).item() == pytest.approx(0.4 + 0.6)  # beyond the tables: time by token, by row
+    assert costs.seconds(2, 2, drafting=False).item() == pytest.approx(0.15)
+    assert costs.at_rows(2)([1, 3]).tolist() == pytest.approx([1 / 0.3, 1 / 0.4])
+    # A table measured elsewhere has the draft in it.
+    elsewhere = StepCosts.from_dict({"tokens": [1, 3], "steps_per_second": [10.0, 5.0]})
+    assert elsewhere.at_rows(7)(3).item() == pytest.approx(5.0)
+    with pytest.raises(SchedulingError, match="ascend"):
+        StepCosts(costs.verify, (2, 2), (0.1, 0.1))
+    with pytest.raises(SchedulingError, match="as many"):
+        StepCosts(costs.verify, (2,), ())

@@ -24,7 +24,7 @@ OUTPUTS = {
     "cache": ("manifest.json", "samples.arrow", "dataset_info.json"),
     "checkpoints": ("log.jsonl", "final/config.json", "final/model.safetensors", "final/contract.json"),
     "calibration": ("temperatures.json", "events-all.parquet"),
-    "evaluation": ("timings.json", "events-all.parquet", "completions-all.parquet"),
+    "evaluation": ("timings.json", "step_costs.json", "events-all.parquet", "serving/events-all.parquet"),
     "report": ("report.json", "index.html", "report.md"),
     "published": ("manifest.json", "config.json", "model.safetensors", "temperatures.json", "README.md", "report.json"),
 }
@@ -59,6 +59,8 @@ def test_the_report_has_its_figures_and_the_text_is_the_targets_own(undisturbed:
     lengths = {(row["drafter"], row["temperature"]): row["value"] for row in report["accepted_length"]}
     assert {("dspark", 0.0), ("dspark", 1.0), ("no-sequential-head", 0.0)} <= lengths.keys()
     assert all(1 <= value <= 4 for value in lengths.values() if value is not None)  # three draft tokens and the bonus
+    served = {(point["policy"], point["users"]) for point in report["serving"]["measured"]}
+    assert {("none", 2), ("scheduler", 2), ("two-steps-behind", 2)} <= served
     for section in ("speed", "positions", "confidence", "calibration", "training", "cache", "data", "provenance"):
         assert report[section], section
     assert len(report["training"]["series"]["loss"]) == 6

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from dspark.cost_table import CostTable, StepCosts
 from dspark.events import Completion, RoundEvent
 from pipelines.reporting.events import COMPLETION_SCHEMA, EVENT_SCHEMA, Labels, completion_table, event_table
 from pipelines.reporting.report import ReportInputs, build_report, conversation_summary
+from pipelines.reporting.serving import serving, split_of
 
 TEXT = (
     "The little bicycle stood by the river and nobody knew whose it was . In the morning a child came , looked at it "
@@ -91,9 +93,7 @@ def simulate(
 
 
 def labels(drafter: str = "dspark", temperature: float = 0.0, domain: str = "chat") -> Labels:
-    return Labels(
-        domain=domain, split="evaluation", seed=1, temperature=temperature, drafter=drafter, policy="full-block"
-    )
+    return Labels(domain=domain, split="evaluation", seed=1, temperature=temperature, drafter=drafter, policy="full")
 
 
 @cache
@@ -120,6 +120,34 @@ def evaluation(requests: int = 5, block: int = 7, tokens: int = 60) -> tuple[pa.
                     events.append(event_table(completion, labels(drafter, temperature, domain)))
                     completions.append(completion_table(completion, labels(drafter, temperature, domain)))
     return pa.concat_tables(events), pa.concat_tables(completions)
+
+
+# Flat up to 48 tokens, then by the token; drafting grows with the users.
+SIZES = (1, 16, 48, 96, 192, 384)
+COSTS = StepCosts(
+    CostTable(SIZES, tuple(1 / (0.02 * max(1.0, n / 48)) for n in SIZES), "toy"),
+    (1, 64),
+    (0.003, 0.02),
+    {"device": "toy"},
+)
+LOADS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def served(users: int = 4) -> pa.Table:
+    """Events of an engine under the load of so many users: whole blocks, and no drafting."""
+    tables = []
+    for policy, drafter, block in (("none", "plain", 0), ("full", "dspark", 7)):
+        for index in range(2 * users):
+            completion = simulate(f"chat-{index:03}", rate=0.62, block=block, tokens=30)
+            named = Labels(
+                domain="chat", split=split_of(users), seed=0, temperature=1.0, drafter=drafter, policy=policy
+            )
+            tables.append(event_table(completion, named))
+    return pa.concat_tables(tables)
+
+
+def serving_figures(events: pa.Table) -> dict[str, Any] | None:
+    return serving(events, served(), COSTS, [2.0] * 7, temperature=1.0, users=LOADS, static_length=3, threshold=0.5)
 
 
 def training_log(steps: int = 400) -> list[dict[str, Any]]:
@@ -178,6 +206,7 @@ def full_inputs(**changes: Any) -> ReportInputs:
         },
         "contract": {"target_layer_ids": [1, 7, 14, 21, 27], "block_layout": "anchor-first", "thinking": "off"},
         "calibration": {"temperatures": [2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0], "fitted_on": "calibration", "rounds": 900},
+        "serving": serving_figures(events),
         "training": training_log(),
         "cache": {
             "rows": 576,

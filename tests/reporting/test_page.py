@@ -7,7 +7,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from headless_browser import Browser, find_browser
-from synthetic_events import full_report, labels, simulate
+from synthetic_events import LOADS, full_report, labels, simulate
+from test_serving import page_threshold
 
 from pipelines.reporting.events import completion_table, event_table
 from pipelines.reporting.report import ReportInputs, build_report, write_report
@@ -124,6 +125,32 @@ def test_the_threshold_recomputes_from_the_recorded_data(browser: Browser, pages
         assert float(scheduled) == pytest.approx(row["scheduled"], abs=0.006)
         assert float(length) == pytest.approx(row["accepted_length"], abs=0.006)
     assert len({cursor for *_, cursor in found}) == 3
+
+
+@pytest.mark.parametrize(("load", "level"), [(0, 0.0), (4, 0.37), (7, 0.9)])
+def test_load_and_threshold_recompute_throughput(
+    browser: Browser, pages: dict[str, Path], load: int, level: float
+) -> None:
+    browser.open(pages["full"])
+    shown = browser.evaluate(
+        f"(([load, level]) => {{ const wanted = [['users', {load}], ['threshold', {level}]];"
+        """
+          const box = document.getElementById('load');
+          for (const [name, value] of wanted) {
+            const slider = box.querySelector(`[data-control=${name}]`);
+            slider.value = value; slider.dispatchEvent(new Event('input'));
+          }
+          return Object.fromEntries([...box.querySelectorAll('[data-policy]')].map(row =>
+            [row.dataset.policy, [...row.querySelectorAll('[data-field]')].map(cell => +cell.textContent)]));
+        })([])"""
+    )
+    assert shown["threshold"] == pytest.approx(page_threshold(level, LOADS[load]), abs=0.06)
+    replayed = {p["policy"]: p for p in full_report()["serving"]["replayed"] if p["users"] == LOADS[load]}
+    for name in ("none", "full", "scheduler"):
+        fields = ("tokens_per_second", "tokens_per_second_user", "drafts", "accepted_length")
+        assert shown[name] == pytest.approx([replayed[name][field] for field in fields], abs=0.06)
+    assert browser.evaluate("document.querySelector('#load [data-out=users]').textContent") == str(LOADS[load])
+    assert browser.evaluate("document.querySelectorAll('#load .best').length") == 1
 
 
 def test_a_round_says_what_was_drafted(browser: Browser, pages: dict[str, Path]) -> None:

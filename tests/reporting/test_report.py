@@ -165,7 +165,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     write_report(build_report(inputs), tmp_path)
     page = (tmp_path / "index.html").read_text()
     assert "<img" not in page
-    assert page.count("</script>") == 2
+    assert page.count("</script>") == 3
 
 
 def test_samples_tell_every_token(report: dict[str, Any]) -> None:

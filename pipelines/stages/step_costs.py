@@ -1,0 +1,121 @@
+"""What a decoding step costs: measured by a worker, or read from a file, and kept beside the evaluation's events.
+
+1. Which temperatures need it: the serving comparison's, and every one when a scheduler decodes.
+2. Read `evaluate.cost.table`, or let one worker, alone, measure target and drafter at each of these temperatures.
+3. Keep `step_costs.json`, a table a temperature; it is not measured again.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelines.errors import UserError
+from pipelines.settings import EvaluateSettings
+from pipelines.stages.decode_events import DSPARK, DecodePlan, open_drafters
+from pipelines.stages.workers import on_pool, open_target, session
+from storage.filesystems import Folder
+
+if TYPE_CHECKING:
+    from pipelines.progress import Reporter
+
+STEP_COSTS = "step_costs.json"
+SCHEDULERS = ("scheduler", "two-steps-behind")
+
+
+def serving_temperature(wanted: EvaluateSettings) -> float | None:
+    """The decoding temperature of the serving comparison; None without one."""
+    if wanted.serving is None:
+        return None
+    return wanted.temperatures[-1] if wanted.serving.temperature is None else wanted.serving.temperature
+
+
+def needed_temperatures(wanted: EvaluateSettings) -> list[float]:
+    needed = set(wanted.temperatures) if wanted.policy in SCHEDULERS else set()
+    if (served := serving_temperature(wanted)) is not None:
+        needed.add(served)
+    return sorted(needed)
+
+
+def table_identity(path: str) -> dict[str, Any]:
+    """A table that was measured elsewhere counts by its content. Raises UserError if it is not a step-cost table."""
+    from dspark.cost_table import SchedulingError, StepCosts
+
+    try:
+        return StepCosts.from_dict(json.loads(Path(path).expanduser().read_text())).to_dict()
+    except (OSError, ValueError, TypeError, AttributeError, SchedulingError) as error:
+        raise UserError(
+            f'evaluate.cost.table: {path} is no step-cost table ({error}); expected JSON with "tokens" and '
+            '"steps_per_second", lists of equal length, and if measured "draft": {"rows": [...], "seconds": [...]}'
+        ) from error
+
+
+def find_step_costs(plan: DecodePlan, reporter: Reporter) -> dict[float, dict[str, Any]]:
+    """Step costs by decoding temperature, as `StepCosts.to_dict` gives them."""
+    folder, wanted = Folder(plan.folder), plan.settings.evaluate
+    temperatures = needed_temperatures(wanted)
+    if folder.exists(STEP_COSTS):
+        return read_step_costs(folder)
+    if not temperatures:
+        return {}
+    found: dict[float, dict[str, Any]] = {}
+    if wanted.cost.table is not None:
+        read = table_identity(wanted.cost.table)
+        found = {key: {**read, "source": read["source"] or wanted.cost.table} for key in temperatures}
+    else:
+        with session(plan.settings, plan.folder), reporter.task("measuring step costs", len(temperatures)) as task:
+
+            def finished(temperature: float, costs: dict[str, Any]) -> None:
+                found[temperature] = costs
+                task.advance(1)
+
+            on_pool(
+                plan.settings,
+                partial(CostWorker, plan),
+                temperatures,
+                workers=1,
+                on_result=finished,
+                unit_name=lambda temperature: f"step costs at temperature {temperature:g}",
+            )
+    rows = [{"temperature": temperature, **costs} for temperature, costs in sorted(found.items())]
+    folder.write(STEP_COSTS, (json.dumps(rows, indent=1) + "\n").encode())
+    return found
+
+
+def read_step_costs(folder: Folder) -> dict[float, dict[str, Any]]:
+    """What `find_step_costs` kept; empty when nothing needed it."""
+    if not folder.exists(STEP_COSTS):
+        return {}
+    return {float(row.pop("temperature")): row for row in json.loads(folder.read(STEP_COSTS))}
+
+
+class CostWorker:
+    """Holds the target and the drafter, and measures them at one temperature after the other."""
+
+    def __init__(self, plan: DecodePlan) -> None:
+        self.plan = plan
+        self.target = open_target(plan.settings, plan.facts)
+        self.drafter = open_drafters(plan, self.target)[DSPARK][1]
+
+    def run(self, temperature: float) -> dict[str, Any]:
+        from dspark.proposers import proposer_for
+        from dspark.sampling import SamplingConfig
+        from dspark.step_cost import measure_step_costs
+        from pipelines.provenance import hardware
+
+        wanted = self.plan.settings.evaluate.cost
+        costs = measure_step_costs(
+            self.target,
+            proposer_for(self.drafter, self.target),
+            wanted.tokens,
+            row_tokens=wanted.row_tokens,
+            context=wanted.context,
+            repeats=wanted.repeats,
+            sampling=SamplingConfig(temperature=temperature),
+            source="measured on this run's device",
+        )
+        found = costs.to_dict()
+        found["conditions"] |= {"dtype": self.plan.settings.target.dtype, "hardware": hardware()}
+        return found
