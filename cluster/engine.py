@@ -71,19 +71,21 @@ class TrainEngine:
             micro_batches: this rank's share, possibly empty.
             loss_of: the scalar loss of a micro-batch, divided by the global normaliser. None calls the module itself.
                 ZeRO stage 3 needs a call of `deepspeed`, whose hooks gather the parameters.
-            filler: at ZeRO stage 3, any loss that went through the module, for a rank with fewer micro-batches than
-                another: all of them have to gather parameters equally often. It counts nothing.
+            filler: from ZeRO stage 2 on, any loss that went through the module, for a rank with fewer micro-batches
+                than another: all of them have to gather parameters, and to reduce gradients, equally often and in the
+                same order. It counts nothing.
 
         Raises:
-            ValueError: at ZeRO stage 3, ranks have different numbers of micro-batches and there is no filler.
+            ValueError: from ZeRO stage 2 on, ranks have different numbers of micro-batches and there is no filler.
         """
         import torch
 
         compute = loss_of or self.deepspeed
-        rounds = len(micro_batches) if self.settings.zero_stage < 2 else self._most(len(micro_batches))
-        if self.settings.zero_stage == 3 and len(micro_batches) < max(1, rounds) and filler is None:
+        stage = self.settings.zero_stage
+        rounds = len(micro_batches) if stage < 2 else self._most(len(micro_batches))
+        if stage >= 2 and len(micro_batches) < max(1, rounds) and filler is None:
             raise ValueError(
-                f"at zero_stage = 3 a rank with {len(micro_batches)} micro-batches, where another has {rounds}, "
+                f"at zero_stage = {stage} a rank with {len(micro_batches)} micro-batches, where another has {rounds}, "
                 "needs a filler: any loss that goes through the module"
             )
         learning_rate = self.settings.learning_rate_at(step, self.total_steps)
@@ -94,13 +96,10 @@ class TrainEngine:
             if index < len(micro_batches):
                 loss = compute(micro_batches[index])
                 total += loss.detach().double().cpu()
-                if index == 0 and self.settings.zero_stage < 3:
-                    loss = loss + self._nothing()
-            elif self.settings.zero_stage == 3:
-                assert filler is not None
-                loss = filler() * 0.0
             else:
-                loss = self._nothing()
+                loss = filler() * 0.0 if stage >= 2 and filler is not None else None
+            if index == 0 and stage < 3:
+                loss = self._nothing() if loss is None else loss + self._nothing()
             # DeepSpeed divides by the number of ranks; the sum over micro-batches is as it is.
             self.deepspeed.backward(loss * self.world_size, scale_wrt_gas=False)
         before = self.deepspeed.skipped_steps

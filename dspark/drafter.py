@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dspark.attention import BlockLayout, Implementation
 from dspark.backbone import DraftLayer, RMSNorm, Rotary, initialise
@@ -50,6 +51,7 @@ class Drafter(nn.Module):
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         self.rotary = Rotary(config)
         self.attention: Implementation = "auto"
+        self.gradient_checkpointing = False  # keep only the layers' inputs, and compute the rest again going backward
         self.draft_token_ids: Tensor | None
         self.register_buffer("draft_token_ids", None, persistent=False)  # [Vd] ascending; None drafts all of V
         self.embed_tokens.requires_grad_(False)
@@ -103,13 +105,17 @@ class Drafter(nn.Module):
         block_rotation = self.rotary(block_positions, context.dtype)
         x = self._block_inputs(batch.input_ids[batch.block_anchor])
         for layer in self.layers:
-            attention = layer.self_attn
-            context_kv = attention.keys_values(context, context_rotation)
 
-            def attend(q: Tensor, k: Tensor, v: Tensor, kv: Any = context_kv, scale: float = attention.scale) -> Tensor:
-                return layout.attend(q, kv, k, v, scale)
+            def run(x: Tensor, layer: Any = layer) -> Tensor:
+                context_kv = layer.self_attn.keys_values(context, context_rotation)
 
-            x = layer(x, block_rotation, attend)
+                def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                    return layout.attend(q, context_kv, k, v, layer.self_attn.scale)
+
+                return layer(x, block_rotation, attend)
+
+            recomputing = self.gradient_checkpointing and torch.is_grad_enabled()
+            x = checkpoint(run, x, use_reentrant=False) if recomputing else run(x)
         return self.norm(x[:, slots - config.block_size :])
 
     # DeepSpeed and its like wrap `forward`.

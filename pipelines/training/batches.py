@@ -39,15 +39,11 @@ class SampleIndex:
 
     @classmethod
     def of(cls, cache: TargetCache) -> SampleIndex:
-        spans = []
-        for index in range(len(cache)):
-            flat = [int(edge) for edge in cache.raw_row(index)["spans"]]
-            spans.append(tuple(zip(flat[::2], flat[1::2], strict=True)))
         counts = cache.rows_per_shard
         return cls(
             sample_ids=tuple(cache.sample_ids),
             lengths=tuple(int(n) for n in cache.lengths),
-            spans=tuple(spans),
+            spans=tuple(tuple(cache.spans(row)) for row in range(len(cache))),
             rows=tuple(range(len(cache))),
             shards=tuple(np.repeat(np.arange(len(counts)), counts).tolist()),
         )

@@ -30,7 +30,7 @@ from pipelines.training.checkpoints import Checkpoints
 from pipelines.training.held_out import HeldOut
 from pipelines.training.loader import Loader, PackReader
 from pipelines.training.log import LOG, JsonLines, Tally, over_ranks, train_line
-from pipelines.training.model import BlockLoss, make_drafter, parameter_groups, upper_layers
+from pipelines.training.model import BlockLoss, make_drafter, parameter_groups, speed_up, upper_layers
 from pipelines.training.task import TrainingTask, engine_settings, step_plan
 
 FINAL = "final"
@@ -50,6 +50,7 @@ def train_rank(config: dict[str, Any]) -> None:
     trained, held_out = SampleIndex.of(cache).held_out(train.held_out_rows)
 
     module = BlockLoss(make_drafter(task, cache), LossConfig(**train.loss.model_dump()))
+    speed_up(module.drafter, train)
     torch.set_num_threads(task.threads)
     groups = parameter_groups(module, train.layer_decay)
     engine = build_engine(module, engine_settings(task.settings), task.total_steps, groups=groups)
@@ -156,7 +157,7 @@ class Training:
         return self.engine.train_step(step.number, packs, loss_of, filler=self._fill)
 
     def _fill(self) -> Tensor:
-        """At ZeRO stage 3 a rank without a pack computes one block, which counts nothing."""
+        """From ZeRO stage 2 on a rank without a pack computes one block, which counts nothing."""
         return self.engine.deepspeed(self.loader.stand_in().to(self.engine.device), 1.0)[0]
 
     def _give_up(self, step: Step, tally: Tally) -> None:

@@ -24,6 +24,7 @@ from storage.target_cache import TargetCache
 
 if TYPE_CHECKING:
     from dspark.drafter import Drafter
+    from pipelines.settings import TrainSettings
 
 BIGRAM_ROWS = 20_000  # rows whose token statistics choose the draft vocabulary and start the Markov head
 
@@ -94,6 +95,22 @@ def upper_layers(task: TrainingTask, cache: TargetCache) -> Finish | None:
     from dspark.target_tail import TargetTail
 
     return TargetTail(open_target(task.settings, task.facts))
+
+
+def speed_up(drafter: Drafter, settings: TrainSettings) -> None:
+    """Gradient checkpointing and torch.compile, as asked for.
+
+    What is compiled is a layer's feed-forward part and its norms, whose kernels it fuses; attention has kernels of its
+    own. Parameter names stay.
+    """
+    if settings.gradient_checkpointing:
+        if not hasattr(drafter, "gradient_checkpointing"):
+            raise ValueError(f"train.gradient_checkpointing is not there for a {drafter.config.algorithm} drafter")
+        drafter.gradient_checkpointing = True
+    if settings.compile:
+        for name, part in drafter.layers.named_modules():
+            if name.endswith(("mlp", "layernorm")):
+                part.compile(dynamic=True)
 
 
 def parameter_groups(module: BlockLoss, layer_decay: float) -> list[dict[str, Any]]:
