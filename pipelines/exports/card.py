@@ -28,10 +28,10 @@ def model_card(
     """README.md with YAML front matter. Figures come from the report; without one the card says so."""
     front = _front_matter(contract, license, report)
     lines = ["---", yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip(), "---", "", f"# {name}", ""]
-    kind = {"dspark": "DSpark", "dflash": "DFlash", "eagle3": "EAGLE-3"}[config.algorithm]
+    kind = {"dspark": "A DSpark", "dflash": "A DFlash", "eagle3": "An EAGLE-3"}[config.algorithm]
     layers = ", ".join(map(str, config.target_layer_ids))
     lines += [
-        f"A {kind} drafter for speculative decoding with `{contract['target_name']}`. It drafts "
+        f"{kind} drafter for speculative decoding with `{contract['target_name']}`. It drafts "
         f"{config.block_size} {'token' if config.block_size == 1 else 'tokens'} a round, which the target verifies in "
         "one pass; the text is the target's own.",
         "",
