@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from copy import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -85,7 +86,7 @@ class Loader:
         max_bytes: int = 1 << 30,
         pin: bool = False,
     ) -> None:
-        self._cache, self._reader, self._plan, self._pin = cache, reader, plan, pin
+        self._cache, self._reader, self.plan, self._pin = cache, reader, plan, pin
         self._range, self._share = range(first, plan.total_steps), {"rank": rank, "ranks": ranks}
         self._planned: dict[int, Step] = {}
         self._stand_in: PackedBatch | None = None
@@ -94,7 +95,8 @@ class Loader:
         if workers:
             self._batches = ReadAhead(cache, packs, reader, cost=cost, workers=workers, max_bytes=max_bytes)
         else:
-            self._batches = _ThreadAhead(lambda planned: reader(cache, planned), packs, cost, max_bytes)
+            threads_own = copy(cache)  # an open cache serves one thread
+            self._batches = _ThreadAhead(lambda planned: reader(threads_own, planned), packs, cost, max_bytes)
 
     def __enter__(self) -> Loader:
         return self
@@ -106,7 +108,7 @@ class Loader:
         """The steps of this rank. Take one `batch` for each pack of a step that has rows before the next step."""
         for number in self._range:
             known = self._planned.pop(number) if number in self._planned else None
-            yield known or self._plan.step(number, **self._share)
+            yield known or self.plan.step(number, **self._share)
 
     def batch(self) -> PackedBatch:
         """The batch of the next pack that has rows; waits until it is there, and raises what reading it raised."""
@@ -120,13 +122,13 @@ class Loader:
     def stand_in(self) -> PackedBatch:
         """One block of the shortest sample that has any, for a rank without a pack where every rank has to compute."""
         if self._stand_in is None:
-            self._stand_in = self.now(self._plan.smallest_pack())
+            self._stand_in = self.now(self.plan.smallest_pack())
         return self._stand_in
 
     def _packs(self) -> Iterator[Pack]:
         """What is read, in order; steps planned here are kept for `steps`."""
         for number in self._range:
-            self._planned[number] = step = self._plan.step(number, **self._share)
+            self._planned[number] = step = self.plan.step(number, **self._share)
             yield from (planned for planned in step.packs if planned.rows)
 
     def _cost(self, planned: Pack) -> int:

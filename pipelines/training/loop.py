@@ -27,6 +27,7 @@ from dspark.drafter import save_drafter
 from dspark.losses import LossConfig, add_sums
 from pipelines.training.batches import Pack, SampleIndex, Step
 from pipelines.training.checkpoints import Checkpoints
+from pipelines.training.early_signs import EarlySigns, check_masks
 from pipelines.training.held_out import HeldOut
 from pipelines.training.loader import Loader, PackReader
 from pipelines.training.log import LOG, JsonLines, Tally, over_ranks, train_line
@@ -80,7 +81,9 @@ def train_rank(config: dict[str, Any]) -> None:
     )
     with loader, checkpoints:
         evaluation = HeldOut(task, engine, loader, held_out, first) if len(held_out) else None
-        training = Training(task, engine, loader, checkpoints, evaluation)
+        training = Training(
+            task, engine, loader, checkpoints, evaluation, _early_signs(task, engine, module, loader, first)
+        )
         finished = training.run(first, tally)
         if not finished:
             return
@@ -99,9 +102,10 @@ class Training:
         loader: Loader,
         checkpoints: Checkpoints,
         held_out: HeldOut | None,
+        signs: EarlySigns | None,
     ) -> None:
         self.task, self.engine, self.loader = task, engine, loader
-        self.checkpoints, self.held_out = checkpoints, held_out
+        self.checkpoints, self.held_out, self.signs = checkpoints, held_out, signs
         self._waited = 0.0
         self._sums: dict[str, float] = {}
         self._samples: list[str] = []  # of the step, on this rank
@@ -124,8 +128,9 @@ class Training:
             if done % train.log_every == 0 or final:
                 tally.sums = over_ranks(tally.sums)
                 memory = self._peak_memory()
-                if log is not None:
-                    log.write(train_line(done, step.epoch, tally, result, memory))
+                if log is not None and self.signs is not None:
+                    line = train_line(done, step.epoch, tally, result, memory)
+                    log.write({**line, "warnings": self.signs.at(done, line.get("acceptance@0"))})
                 tally = tally.next_line()
             stopping = self.engine.agree(stop_wanted()) and not final
             saving = done % train.checkpoint_every == 0 or final or stopping
@@ -183,6 +188,20 @@ class Training:
         found: list[int] = [0] * self.engine.world_size
         distributed.all_gather_object(found, mine)
         return float(max(found))
+
+
+def _early_signs(
+    task: TrainingTask, engine: TrainEngine, module: BlockLoss, loader: Loader, first: int
+) -> EarlySigns | None:
+    """On rank 0, with the first pack there is."""
+    if engine.rank != 0:
+        return None
+    plan, train = loader.plan, task.settings.train
+    check_masks(plan)
+    packs = (planned for number in range(plan.total_steps) for planned in plan.step(number).packs if planned.rows)
+    batch = loader.now(next(packs, None) or plan.smallest_pack()).to(engine.device)
+    warmup = math.ceil(train.warmup_ratio * task.total_steps)
+    return EarlySigns(plan, batch, module.head, warmup_steps=warmup, first=first)
 
 
 def _publish(task: TrainingTask, engine: TrainEngine, module: BlockLoss, contract: Contract) -> None:

@@ -49,6 +49,12 @@ class BlockLoss(nn.Module):
             head = replace(head, weight=weight, draft_weight=draft)
         self._head = head
 
+    @property
+    def head(self) -> OutputHead:
+        """The frozen head, after `take_head`."""
+        assert self._head is not None
+        return self._head
+
     def teacher_normalizers(self) -> Callable[[DenseTeacher], Tensor] | None:
         """The teacher's normaliser over the whole vocabulary, worth remembering where the drafter's is smaller.
 
@@ -56,8 +62,7 @@ class BlockLoss(nn.Module):
         """
         if self.drafter.draft_token_ids is None or self.drafter.device.type != "cpu":
             return None
-        assert self._head is not None
-        return partial(log_normalizers, head=self._head)
+        return partial(log_normalizers, head=self.head)
 
     def forward(self, batch: PackedBatch, normalizer: float) -> tuple[Tensor, dict[str, float]]:
         states = self.drafter.block_states(batch)

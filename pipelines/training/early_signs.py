@@ -1,0 +1,97 @@
+"""Early signs that a training cannot work, before it has cost anything.
+
+1. Nothing, or hardly anything, is supervised.
+2. The cache's teacher and its tokens do not belong together.
+3. After the first steps the drafter is accepted less often at slot 0 than a frozen head that reads nothing.
+
+(A cache captured for other layers or another target is refused where the contracts are compared.) What must fail raises
+ValueError; what may be meant is said once, as a warning in the log.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dspark.anchors import eligible_anchors, supervised_mask
+from dspark.teacher_check import constant_acceptance, teacher_agreement
+
+if TYPE_CHECKING:
+    from dspark.output_head import OutputHead
+    from dspark.packing import PackedBatch
+    from pipelines.training.batches import StepPlan
+
+FEWEST_USABLE = 0.5  # share of conversations with an anchor below which something is wrong with the masks
+FIRST_STEPS = 50  # after which a drafter has learnt more than a constant
+
+
+def check_masks(plan: StepPlan) -> list[str]:
+    """Warnings. ValueError if no block can start anywhere."""
+    index = plan.index
+    usable = sum(
+        len(eligible_anchors(supervised_mask(spans, length), rule=plan.anchor_rule)) > 0  # type: ignore[arg-type]
+        for spans, length in zip(index.spans, index.lengths, strict=True)
+    )
+    if not usable:
+        raise ValueError(
+            f"none of the {len(index)} conversations has a position where a block may start: nothing is supervised. "
+            "Look at their masks with `dspark cache sample`; a chat template without generation marks, or "
+            "cache.max_length shorter than the prompts, leaves all answers out"
+        )
+    if usable < FEWEST_USABLE * len(index):
+        return [
+            f"only {usable} of {len(index)} conversations have a position where a block may start; the others are "
+            "never trained on: look at their masks with `dspark cache sample`"
+        ]
+    return []
+
+
+def check_teacher(batch: PackedBatch, head: OutputHead) -> list[str]:
+    """Warnings. ValueError if the teacher speaks of other tokens than those it stands beside."""
+    found = teacher_agreement(batch, head)
+    if found is None:
+        return []
+    shifted = {"before": found.over_previous, "after": found.over_next}
+    for place, lead in shifted.items():
+        if lead.negative and -lead.mean > found.over_other.mean:
+            raise ValueError(
+                f"the cache's teacher gives the token {place} the one that it should predict {-lead.mean:.2f} nats "
+                "more than that one: states and tokens are out of step by a position; build the cache again"
+            )
+    if found.over_other.negative:
+        raise ValueError(
+            f"the cache's teacher gives the text's tokens {-found.over_other.mean:.2f} nats less than tokens taken "
+            "from elsewhere in it: its states are of another text or another target; build the cache again"
+        )
+    if not found.over_other.positive:
+        return [
+            "the cache's teacher gives the text's own tokens no more probability than others of it (by "
+            f"{found.over_other.mean:.3f} +- {found.over_other.error:.3f} nats): was it built for this text and target?"
+        ]
+    return []
+
+
+class EarlySigns:
+    """Looks for all of them, from one rank, before step `first` and at the lines of the log after it."""
+
+    def __init__(self, plan: StepPlan, batch: PackedBatch, head: OutputHead, *, warmup_steps: int, first: int) -> None:
+        self._found = [*check_masks(plan), *check_teacher(batch, head)] if first == 0 else []
+        self.baseline = constant_acceptance(batch, head)
+        self._due = max(FIRST_STEPS, 2 * warmup_steps)
+        self._judged = first >= self._due
+
+    def at(self, step: int, acceptance: float | None) -> list[str]:
+        """Warnings for the line of the log after so many steps, with the acceptance rate at slot 0 that it tells."""
+        found, self._found = self._found, []
+        return found + self._judge(step, acceptance)
+
+    def _judge(self, step: int, acceptance: float | None) -> list[str]:
+        if self._judged or step < self._due or acceptance is None:
+            return []
+        self._judged = True
+        if acceptance >= self.baseline:
+            return []
+        return [
+            f"after {step} steps slot 0 is accepted at a rate of {acceptance:.3f}; the same draft distribution "
+            f"everywhere would reach {self.baseline:.3f}. Training that works is above that by now: check "
+            "train.learning_rate, the captured layers, and that the drafter's embedding and head are the target's"
+        ]
