@@ -42,7 +42,7 @@ def eligible_anchors(supervised: NDArray[np.bool_], *, rule: AnchorRule = "paper
     """
     supervised = np.asarray(supervised, dtype=bool)
     if rule not in ("paper", "any_prefix"):
-        raise ValueError(f"anchor_rule is {rule!r}; allowed: 'paper', 'any_prefix'")
+        raise ValueError(f"anchor_rule is {rule!r}; allowed: 'paper', 'any_prefix' (option `train.anchor_rule`)")
     next_supervised = supervised[1:]
     eligible = next_supervised & supervised[:-1] if rule == "paper" else next_supervised
     return np.flatnonzero(eligible).astype(np.int64)
@@ -72,7 +72,7 @@ def draw_anchors(
     therefore does not depend on the order of samples, and a larger `num_anchors` only adds anchors to a smaller one.
     """
     if num_anchors < 1:
-        raise ValueError(f"num_anchors is {num_anchors}; it must be at least 1")
+        raise ValueError(f"num_anchors is {num_anchors}; allowed: 1 or more (option `train.num_anchors`)")
     eligible = eligible_anchors(supervised, rule=rule)
     if len(eligible) <= num_anchors:
         return eligible
@@ -103,7 +103,7 @@ def block_labels(
 ) -> BlockLabels:
     """Labels of every slot; a block is supervised up to its first label outside the sequence or the spans."""
     if not 1 <= block_size <= MAX_BLOCK_SIZE:
-        raise ValueError(f"block_size is {block_size}; it must be between 1 and {MAX_BLOCK_SIZE}")
+        raise ValueError(f"block_size is {block_size}; allowed: 1 to {MAX_BLOCK_SIZE} (option `drafter.block_size`)")
     input_ids = np.asarray(input_ids, dtype=np.int64)
     supervised = np.asarray(supervised, dtype=bool)
     anchors = np.asarray(anchors, dtype=np.int64)
@@ -128,7 +128,10 @@ def block_labels(
 def weight_by_length(block_size: int, position_decay: float) -> NDArray[np.float64]:
     """Weight of a block by its number of supervised slots [G+1]: the running sum of exp(-k / position_decay)."""
     if position_decay <= 0:
-        raise ValueError(f"position_decay is {position_decay}; it must be positive (infinite for equal weights)")
+        raise ValueError(
+            f"position_decay is {position_decay}; allowed: above 0, infinite for equal weights "
+            "(option `train.loss.position_decay`)"
+        )
     weights = np.exp(-np.arange(block_size) / position_decay)
     return np.concatenate([[0.0], np.cumsum(weights)])
 

@@ -52,12 +52,7 @@ class Rotary:
 def _frequencies(config: DrafterConfig) -> tuple[Tensor, float]:
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
-        size = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
-        if size != config.head_dim:
-            raise ValueError(
-                f"rotary settings turn {size} of {config.head_dim} dimensions; partial rotation needs another block"
-            )
-        exponents = torch.arange(0, size, 2, device="cpu").float() / size
+        exponents = torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim
         return 1.0 / (rope["rope_theta"] ** exponents), 1.0
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

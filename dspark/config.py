@@ -290,6 +290,11 @@ def _check(config: DrafterConfig) -> None:
                 f"-1 (the embedding output) to {c.num_target_layers - 2} for a target of {c.num_target_layers} layers"
                 + why,
             )
+    turned = c.rope_parameters.get("partial_rotary_factor") or 1.0
+    if c.rope_parameters["rope_type"] == "default" and turned != 1.0:
+        raise SettingError(
+            f"the target turns {turned:g} of each head by position; allowed: 1, whole heads (option `target.model`)"
+        )
     if c.num_attention_heads % c.num_key_value_heads:
         raise _bad("num_key_value_heads", c.num_key_value_heads, f"a divisor of {c.num_attention_heads} heads")
     _at_least("num_draft_layers", c.num_draft_layers, 1)
@@ -341,4 +346,5 @@ def _at_least(option: str, value: int, least: int) -> None:
 
 
 def _bad(option: str, value: Any, allowed: str) -> SettingError:
-    return SettingError(f"{option} is {value!r}; allowed: {allowed} (option `drafter.{option}`)")
+    section = "train" if option == "num_anchors" else "drafter"
+    return SettingError(f"{option} is {value!r}; allowed: {allowed} (option `{section}.{option}`)")

@@ -257,7 +257,7 @@ def share_target(drafter: Any, config: DrafterConfig, embedding: Tensor, head: T
     if tuple(embedding.shape) != shape or tuple(head.shape) != shape:
         raise SettingError(
             f"the target's embedding is {tuple(embedding.shape)} and its head {tuple(head.shape)}; "
-            f"the drafter is configured for {shape} (options `vocab_size`, `hidden_size`)"
+            f"the drafter is configured for {shape} (option `target.model`)"
         )
     for module, weight in ((drafter.embed_tokens, embedding), (drafter.lm_head, head)):
         shared = weight.detach().to(drafter.device, drafter.dtype)

@@ -56,12 +56,16 @@ class LossConfig:
             value = getattr(self, field.name)
             if field.name in ("position_decay", "chunk_slots"):
                 if value is not None and not value > 0:
-                    raise ValueError(f"loss.{field.name} is {value}; it must be positive")
+                    raise ValueError(
+                        f"loss.{field.name} is {value}; allowed: above 0 (option `train.loss.{field.name}`)"
+                    )
             elif not (value >= 0 and math.isfinite(value)):
-                raise ValueError(f"loss.{field.name} is {value}; it must be a finite number of at least 0")
+                raise ValueError(
+                    f"loss.{field.name} is {value}; allowed: finite numbers from 0 (option `train.loss.{field.name}`)"
+                )
         if not any((self.ce, self.l1, self.kl, self.soft_ce, self.negative_log_acceptance, self.lk_hybrid)):
             raise ValueError(
-                "every loss term but the confidence's is 0: the drafter would learn nothing (option `loss`)"
+                "every loss term but the confidence's is 0: the drafter would learn nothing (option `train.loss`)"
             )
 
     @property

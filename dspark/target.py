@@ -107,7 +107,7 @@ class Target:
                 str(path_or_id), dtype=DTYPES[dtype], attn_implementation=attn_implementation, **hub
             )
         except (OSError, ValueError) as error:
-            raise TargetError(f"cannot open the target {str(path_or_id)!r} (option `target.name`): {error}") from error
+            raise TargetError(f"cannot open the target {str(path_or_id)!r} (option `target.model`): {error}") from error
         return cls(
             model.to(device),
             open_tokenizer(path_or_id, **hub),

@@ -1,4 +1,4 @@
-"""What a drafter's algorithm sets where a settings file leaves it open; all other defaults are in `pipelines.settings`.
+"""What a drafter's algorithm sets where a settings file leaves it open; all other defaults are the settings' own.
 
 dspark: the defaults of the settings. dflash: cross-entropy alone. eagle3: one layer, and the cross-entropy to the
 target's distribution with each unrolled step weighing `step_loss_decay` of the one before. A drafter without a
@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipelines.settings import DrafterSettings, LossSettings
+    from pipelines.drafter_settings import DrafterSettings, LossSettings
 
 STEP_LOSS_DECAY = 0.8
 

@@ -39,6 +39,8 @@ class StageModule(Protocol):
     def execute(self, settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any] | None:
         """Make the output, going on with what is there; returns figures to keep in the stage's record."""
 
+    # A module may also have `check(settings)`, which raises before anything starts what could not work later.
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
@@ -280,6 +282,9 @@ def run_stages(
     """
     run = Run(settings, stages=stages)
     wanted = [name for name in run.stages if only is None or name in only]
+    for name in wanted:
+        if (check := getattr(run.stages[name].load(), "check", None)) is not None:
+            check(settings)  # before hours of work that a later stage could not use
     outcomes = []
     with run.directory.lock(), ExitStack() as shared:
         if not redo:

@@ -97,14 +97,20 @@ def ids_are_real(config: Mapping[str, Any], embedding: Tensor, *, engines: Seque
         raise GateFailed(
             f"mask_token_id is {mask}, the target's embedding has rows 0 to {rows - 1} (option `drafter.mask_token_id`)"
         )
-    odd = [layer for layer in config["target_layer_ids"] if layer in (-1, layers - 1)]
-    outside = [layer for layer in config["target_layer_ids"] if not -1 <= layer < layers]
+    odd = layers_are_servable(config["target_layer_ids"], layers, engines)
+    return {"mask_token_id": mask, "rows": rows, "unusual_layers": odd, "engines": list(engines)}
+
+
+def layers_are_servable(layer_ids: Sequence[int], layers: int, engines: Sequence[str]) -> list[int]:
+    """The captured ids that only the named engines take: -1, the embedding's output, and the last layer."""
+    odd = [layer for layer in layer_ids if layer in (-1, layers - 1)]
+    outside = [layer for layer in layer_ids if not -1 <= layer < layers]
     if outside or (odd and not engines):
         raise GateFailed(
             f"target_layer_ids has {', '.join(map(str, outside or odd))}; engines take 0 to {layers - 2} for this "
             "target (option `drafter.target_layer_ids`), or name the engines that take it (option `publish.engines`)"
         )
-    return {"mask_token_id": mask, "rows": rows, "unusual_layers": odd, "engines": list(engines)}
+    return odd
 
 
 def shared_weights_equal(folder: Path, embedding: Tensor, head: Tensor) -> dict[str, Any]:

@@ -24,7 +24,19 @@ if TYPE_CHECKING:
 
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
     """Name, layouts and licence; where it is uploaded changes nothing of it."""
-    return {"publish": settings.publish.model_dump(mode="json", include={"name", "speculators", "license"})}
+    return {"publish": settings.publish.model_dump(mode="json", exclude={"repository", "private"})}
+
+
+def check(settings: Settings) -> None:
+    """Raises before anything starts for captured layers that no named engine takes, or a layout without such a form."""
+    from pipelines.exports.gates import layers_are_servable
+    from pipelines.exports.speculators import require_form
+    from pipelines.training.task import drafter_config
+
+    config = drafter_config(settings, examine_target(settings))
+    layers_are_servable(config.target_layer_ids, config.num_target_layers, settings.publish.engines)
+    if settings.publish.speculators:
+        require_form(config)
 
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
@@ -51,6 +63,8 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
             report=json.loads(Folder(run.location("report")).read("report.json")),
             license=settings.publish.license,
             speculators=settings.publish.speculators,
+            engines=settings.publish.engines,
+            dtype=settings.publish.dtype,
             provenance={"invocations": summary.get("invocations", []), "settings": settings.to_dict()},
         ),
         run.location("publish"),

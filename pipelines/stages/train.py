@@ -63,6 +63,13 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
     }
 
 
+def check(settings: Settings) -> None:
+    """Raises SettingError for a drafter that this target cannot have."""
+    from pipelines.training.task import drafter_config
+
+    drafter_config(settings, examine_target(settings))
+
+
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `checkpoints/`."""
     from pipelines.training.log import LOG, read_log

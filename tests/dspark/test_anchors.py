@@ -85,9 +85,9 @@ def test_block_labels_restated(mask: np.ndarray, block_size: int, data: st.DataO
 
 def test_refusals_name_value_range_and_option() -> None:
     mask = np.ones(8, dtype=bool)
-    with pytest.raises(ValueError, match=r"block_size is 65.*between 1 and 64"):
+    with pytest.raises(ValueError, match=r"block_size is 65.*1 to 64.*drafter\.block_size"):
         block_labels(np.arange(8), mask, np.array([0]), 65)
-    with pytest.raises(ValueError, match=r"num_anchors is 0.*at least 1"):
+    with pytest.raises(ValueError, match=r"num_anchors is 0.*1 or more.*train\.num_anchors"):
         draw_anchors(mask, 0, seed=0, epoch=0, sample_id="a")
     with pytest.raises(ValueError, match=r"anchor_rule is 'all'.*any_prefix"):
         eligible_anchors(mask, rule="all")  # type: ignore[arg-type]

@@ -38,6 +38,11 @@ def build(**overrides: Any) -> DrafterConfig:
         ({"num_draft_layers": 0}, r"num_draft_layers is 0; allowed: 1 or more"),
         ({"algorithm": "eagle3", "num_draft_layers": 2}, r"num_draft_layers is 2; allowed: 1 for eagle3"),
         ({"algorithm": "medusa"}, r"algorithm is 'medusa'"),
+        ({"num_anchors": 0}, r"num_anchors is 0; allowed: 1 or more .*train\.num_anchors"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            r"turns 0\.5 of each head.*target\.model",
+        ),
     ],
 )
 def test_bad_settings(overrides: dict[str, Any], message: str) -> None:
