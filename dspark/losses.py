@@ -173,7 +173,9 @@ def fused_loss(
             bias_weight = bias_weight[head.draft_token_ids]
     confidence_logits = drafter.confidence_logits(at_slots(states), at_slots(batch.previous_ids))
     if terms.confidence and confidence_logits is None:
-        raise ValueError("loss.confidence is not 0 but the drafter has no confidence head: set loss.confidence to 0")
+        raise ValueError(
+            "loss.confidence is not 0 but the drafter has no confidence head: set `train.loss.confidence` to 0"
+        )
     total, values = slot_losses(
         at_slots(states),
         head=head,

@@ -452,15 +452,15 @@ def test_the_normalizer_is_known_before_the_forward_pass(golden: Path) -> None:
 
 
 def test_bad_settings_name_their_option() -> None:
-    with pytest.raises(ValueError, match=r"loss\.l1 is -1"):
+    with pytest.raises(ValueError, match=r"loss\.l1 is -1.*train\.loss\.l1"):
         LossConfig(l1=-1)
-    with pytest.raises(ValueError, match=r"loss\.position_decay is 0.*positive"):
+    with pytest.raises(ValueError, match=r"loss\.position_decay is 0.*above 0"):
         LossConfig(position_decay=0)
     with pytest.raises(ValueError, match="would learn nothing"):
         LossConfig(ce=0, l1=0)
     drafter, batch = TinyDrafter(None), random_batch(6)
     drafter.confidence_logits = lambda *_: None  # type: ignore[method-assign, assignment, return-value]
-    with pytest.raises(ValueError, match=r"set loss\.confidence to 0"):
+    with pytest.raises(ValueError, match=r"set `train\.loss\.confidence` to 0"):
         fused_loss(drafter, torch.randn(12, 5, 20), batch, LossConfig())
     with pytest.raises(ValueError, match=r"0\.\.9, the rows"):
         OutputHead.create(torch.zeros(10, 3), draft_token_ids=torch.tensor([3, 10]))
