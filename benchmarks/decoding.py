@@ -2,20 +2,23 @@
 
 1. Answer the same prompts one row at a time, then in batches, without a drafter: tokens per second of each.
 2. With a drafter, answer them speculatively; with `--transformers`, by transformers' own generate as well, plain and
-   assisted by a prompt-lookup drafter with the same number of draft tokens.
-3. With `--cost`, measure steps per second against tokens in the verification batch.
+   assisted with the same number of draft tokens: by prompt lookup, and by the target's own first layer, which is a
+   drafter of the same depth as one with one layer. It decodes one row at a time, so it answers `--alone` prompts.
+3. With `--cost`, measure what steps cost against tokens in the verification batch, and drafts against rows.
 4. Print a table; answers are greedy and of equal length, so every way does the same work.
 
     python benchmarks/decoding.py TARGET [--drafter FOLDER] [--rows 1,16] [--prompts 16] [--new-tokens 64] [--threads 2]
-                                  [--transformers] [--cost]
+                                  [--alone 4] [--transformers] [--cost] [--output FILE.json]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +26,8 @@ import torch
 from dspark.acceptance import RoundTable, accepted_length
 from dspark.decoding import Decoder, Request
 from dspark.drafter import load_drafter
-from dspark.step_cost import measure_step_cost
+from dspark.proposers import proposer_for
+from dspark.step_cost import measure_step_costs
 from dspark.target import Target
 
 QUESTIONS = (
@@ -53,9 +57,9 @@ def timed(work: Callable[[], int]) -> tuple[float, int]:
     return time.perf_counter() - start, tokens
 
 
-def report(name: str, seconds: float, tokens: int, more: str = "") -> float:
+def report(name: str, seconds: float, tokens: int, more: str = "") -> dict[str, Any]:
     print(f"| {name} | {seconds:.1f} | {tokens} | {tokens / seconds:.1f} | {more} |", flush=True)
-    return tokens / seconds
+    return {"way": name, "seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds, "more": more}
 
 
 def engine(target: Target, drafter: Any, rows: int, requests: list[Request]) -> tuple[float, int, str]:
@@ -96,16 +100,48 @@ def by_transformers(target: Target, requests: list[Request], **options: Any) -> 
     return timed(work)
 
 
+def measure(options: argparse.Namespace, target: Target, drafter: Any) -> dict[str, Any]:
+    """Every way, one after the other; the rows of the printed table and what follows from them."""
+    requests = requests_of(target, options.prompts, options.new_tokens)
+    # One short run first: allocations and thread pools are not what is measured.
+    list(Decoder(target, drafter).generate([replace(request, max_new_tokens=2) for request in requests[:2]]))
+    print("| way | seconds | tokens | tokens/s | |\n| --- | ---: | ---: | ---: | --- |")
+    found, speeds = [], {}
+    for rows in (int(part) for part in options.rows.split(",")):
+        asked = requests if rows > 1 else requests[: options.alone]
+        found.append(report(f"plain, {rows} rows", *engine(target, None, rows, asked)))
+        speeds[rows] = found[-1]["tokens_per_second"]
+        if drafter is not None:
+            found.append(report(f"drafter, {rows} rows", *engine(target, drafter, rows, asked)))
+    if options.transformers:
+        asked = requests[: options.alone]
+        budget = 7 if drafter is None else drafter.block_size
+        constant = {"num_assistant_tokens": budget, "num_assistant_tokens_schedule": "constant"}
+        found.append(report("transformers, plain", *by_transformers(target, asked)))
+        for name, more in (
+            (f"transformers, prompt lookup of {budget}", {"prompt_lookup_num_tokens": budget}),
+            (f"transformers, own first layer drafts {budget}", {"assistant_early_exit": 1, **constant}),
+        ):
+            found.append(report(name, *by_transformers(target, asked, **more)))
+    result: dict[str, Any] = {"ways": found}
+    if len(speeds) > 1:
+        result["batching"] = speeds[max(speeds)] / speeds[min(speeds)]
+        print(f"\n{max(speeds)} rows against {min(speeds)}: {result['batching']:.1f} times")
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target")
     parser.add_argument("--drafter")
     parser.add_argument("--rows", default="1,16")
     parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--alone", type=int, default=4, help="prompts that are answered one row at a time")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--transformers", action="store_true")
     parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     drafter = None
@@ -114,27 +150,20 @@ def main() -> None:
         drafter = load_drafter(options.drafter, dtype="float32")
         layers = drafter.config.target_layer_ids
     target = Target.open(options.target, dtype="float32", target_layer_ids=layers)
-    requests = requests_of(target, options.prompts, options.new_tokens)
-    # One short run first: allocations and thread pools are not what is measured.
-    list(Decoder(target, drafter).generate([replace(request, max_new_tokens=2) for request in requests[:2]]))
-    print("| way | seconds | tokens | tokens/s | |\n| --- | ---: | ---: | ---: | --- |")
-    speeds = {}
-    for rows in (int(part) for part in options.rows.split(",")):
-        speeds[rows] = report(f"plain, {rows} rows", *engine(target, None, rows, requests))
-        if drafter is not None:
-            report(f"drafter, {rows} rows", *engine(target, drafter, rows, requests))
-    if options.transformers:
-        report("transformers, plain", *by_transformers(target, requests))
-        budget = 7 if drafter is None else drafter.block_size
-        assisted = by_transformers(target, requests, prompt_lookup_num_tokens=budget)
-        report(f"transformers, prompt lookup of {budget}", *assisted)
-    if len(speeds) > 1:
-        print(f"\n{max(speeds)} rows against {min(speeds)}: {speeds[max(speeds)] / speeds[min(speeds)]:.1f} times")
+    result = {"settings": {name: str(value) for name, value in vars(options).items()}}
+    result |= measure(options, target, drafter)
     if options.cost:
-        table = measure_step_cost(target, source=f"{options.threads} threads, float32")
+        proposer = None if drafter is None else proposer_for(drafter, target)
+        costs = measure_step_costs(target, proposer, source=f"{options.threads} threads, float32")
+        result["costs"] = costs.to_dict()
         print("\n| tokens in the batch | steps/s |\n| ---: | ---: |")
-        for tokens, speed in zip(table.tokens, table.steps_per_second, strict=True):
+        for tokens, speed in zip(costs.verify.tokens, costs.verify.steps_per_second, strict=True):
             print(f"| {tokens} | {speed:.2f} |")
+        print("\n| rows | draft, ms |\n| ---: | ---: |")
+        for rows, seconds in zip(costs.draft_rows, costs.draft_seconds, strict=True):
+            print(f"| {rows} | {1000 * seconds:.1f} |")
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,12 +30,23 @@ def sigmoid(logits: ArrayLike) -> Floats:
     return np.asarray(np.where(x >= 0, 1.0, small) / (1.0 + small))
 
 
-def survival(confidence_logits: ArrayLike, temperatures: ArrayLike | None = None) -> Floats:
-    """Confidence logits [R, G] and divisors [G] (None: all 1) to survival probabilities [R, G]."""
+def survival(
+    confidence_logits: ArrayLike, temperatures: ArrayLike | None = None, shifts: ArrayLike | None = None
+) -> Floats:
+    """Confidence logits [R, G], shifts [G] and divisors [G] (None: no change) to survival probabilities [R, G]."""
+    return np.asarray(np.cumprod(sigmoid(calibrated_logits(confidence_logits, temperatures, shifts)), axis=-1))
+
+
+def calibrated_logits(
+    confidence_logits: ArrayLike, temperatures: ArrayLike | None = None, shifts: ArrayLike | None = None
+) -> Floats:
+    """(logit_k - shift_k) / temperature_k [R, G]; a table may be longer than the block that was drafted."""
     logits = np.asarray(confidence_logits, dtype=np.float64)
+    if shifts is not None:
+        logits = logits - np.asarray(shifts, dtype=np.float64)[: logits.shape[-1]]
     if temperatures is not None:
         logits = logits / np.asarray(temperatures, dtype=np.float64)[: logits.shape[-1]]
-    return np.asarray(np.cumprod(sigmoid(logits), axis=-1))
+    return logits
 
 
 # Measures
@@ -151,6 +162,42 @@ def fit_sequential_temperatures(
             chosen[slot] = candidates[int(np.argmin(errors))]
         before = before * sigmoid(logits[:, slot] / chosen[slot])
     return chosen
+
+
+def fit_affine(
+    confidence_logits: ArrayLike, accepted: ArrayLike, reached: ArrayLike, *, shrinkage: float = 10.0
+) -> tuple[Floats, Floats]:
+    """(temperatures [G], shifts [G]): slot k's confidence becomes sigmoid((logit - shift) / temperature).
+
+    A temperature alone moves confidences towards one half and cannot mend a head that is too sure or too timid of
+    everything. This is logistic regression of a slot's outcomes on its logit, over the rounds that reached it (Platt
+    scaling); `shrinkage` pulls slope and offset towards 1 and 0 as strongly as about so many outcomes would.
+    """
+    logits = np.asarray(confidence_logits, dtype=np.float64)
+    took, got_to = np.asarray(accepted, dtype=bool), np.asarray(reached, dtype=bool)
+    temperatures, shifts = np.ones(logits.shape[1]), np.zeros(logits.shape[1])
+    for slot in range(logits.shape[1]):
+        use = got_to[:, slot] & np.isfinite(logits[:, slot])
+        slope, offset = _logistic(logits[use, slot], took[use, slot].astype(np.float64), shrinkage)
+        temperatures[slot], shifts[slot] = 1 / slope, -offset / slope
+    return temperatures, shifts
+
+
+def _logistic(x: Floats, y: Floats, shrinkage: float) -> tuple[float, float]:
+    """Slope and offset by Newton's method. A slope is kept above 0.02, so that the order stays."""
+    inputs = np.stack([x, np.ones_like(x)], axis=1)
+    start = np.array([1.0, 0.0])
+    found = start.copy()
+    # A coin's variance is 1/4: the penalty weighs like `shrinkage` outcomes.
+    penalty = shrinkage / 4 * np.eye(2)
+    for _ in range(60):
+        p = sigmoid(inputs @ found)
+        gradient = inputs.T @ (p - y) + penalty @ (found - start)
+        step = np.linalg.solve((inputs * (p * (1 - p))[:, None]).T @ inputs + penalty, gradient)
+        found = found - step * min(1.0, 2.0 / max(float(np.abs(step).max()), 1e-12))
+        if float(np.abs(step).max()) < 1e-10:
+            break
+    return max(float(found[0]), 0.02), float(found[1])
 
 
 @dataclass(frozen=True)

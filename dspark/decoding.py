@@ -53,7 +53,7 @@ class Decoder:
     """Decodes requests with continuous filling: a finished row's place goes to the next request at once.
 
     drafter: a drafter module, a `Proposer`, or None for plain decoding. length_policy: how many drafts of each row
-    are verified (`dspark.scheduling`). temperatures [G]: calibrated divisors of the confidence logits. record_gaps
+    are verified (`dspark.scheduling`). temperatures [G] and shifts [G] calibrate the confidence logits. record_gaps
     keeps the difference of the two highest target logits at every output token.
     """
 
@@ -67,6 +67,7 @@ class Decoder:
         max_length: int | None = None,
         length_policy: LengthPolicy | None = None,
         temperatures: Sequence[float] | None = None,
+        shifts: Sequence[float] | None = None,
         record_gaps: bool = False,
         prefill_tokens: int = 2048,
     ) -> None:
@@ -78,13 +79,15 @@ class Decoder:
         self.max_rows, self.max_length = max_rows, max_length
         self.policy: LengthPolicy = length_policy or FullBlock()
         self.temperatures = None if temperatures is None else np.asarray(temperatures, dtype=np.float64)
+        self.shifts = None if shifts is None else np.asarray(shifts, dtype=np.float64)
         self.record_gaps = record_gaps
         self.prefill_tokens = prefill_tokens
         self.block_size = 0 if self.proposer is None else self.proposer.block_size
-        if self.temperatures is not None and self.block_size and len(self.temperatures) != self.block_size:
-            raise RequestError(
-                f"{len(self.temperatures)} calibrated temperatures were given for a drafter of block {self.block_size}"
-            )
+        for name, table in (("temperatures", self.temperatures), ("shifts", self.shifts)):
+            if table is not None and self.block_size and len(table) != self.block_size:
+                raise RequestError(
+                    f"{len(table)} calibrated {name} were given for a drafter of block {self.block_size}"
+                )
         if self.proposer is not None and self.policy.needs_confidence and not self.proposer.has_confidence:
             raise RequestError(
                 f"the length policy {self.policy.name!r} reads confidences, and this drafter has no confidence head "
@@ -195,7 +198,7 @@ class Decoder:
             confidences = (
                 None if proposal.confidence_logits is None else proposal.confidence_logits.float().cpu().numpy()
             )
-            chances = None if confidences is None else survival(confidences, self.temperatures)
+            chances = None if confidences is None else survival(confidences, self.temperatures, self.shifts)
             lengths = self.policy.lengths(chances, len(rows), slots)
         drafted = time.perf_counter()
         counts = [1 + int(length) for length in lengths]

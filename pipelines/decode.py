@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -76,14 +75,9 @@ def decode_one(
         seed=settings.run.seed,
     )
     sampling = SamplingConfig(temperature=temperature)
-    decoder = Decoder(target, model, sampling=sampling, max_rows=1, temperatures=_temperatures(folder))
+    decoder = Decoder(target, model, sampling=sampling, max_rows=1)
     (completion,) = decoder.generate([request])
     return _answer(completion, target.tokenizer)
-
-
-def _temperatures(folder: Path) -> list[float] | None:
-    path = folder / "temperatures.json"
-    return list(json.loads(path.read_text())["temperatures"]) if path.is_file() else None
 
 
 def _answer(completion: Any, tokenizer: Any) -> Answer:

@@ -148,16 +148,19 @@ class TrainSettings(Section):
 
 
 class CalibrateSettings(Section):
-    """Sequential temperature scaling on the calibration prompts."""
+    """Repair of the confidences on the calibration prompts, with a table for each decoding temperature."""
 
-    temperature: NonNegative = 1.0  # of the decoding that is calibrated on
+    # temperature: the paper's sequential temperature scaling; affine: a shift a slot as well
+    method: Literal["temperature", "affine"] = "temperature"
+    temperatures: Annotated[tuple[NonNegative, ...], Field(min_length=1)] = (1.0,)  # of the decodings
+    seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0,)  # above temperature 0
     max_new_tokens: Positive = 2048
     rows: Positive = 16
     workers: Positive = 1
     bins: Positive = 20
-    grid_low: Annotated[float, Field(gt=0.0)] = 0.2
-    grid_high: Annotated[float, Field(gt=0.0)] = 5.0
-    grid_points: Annotated[int, Field(ge=2)] = 97
+    grid_low: Annotated[float, Field(gt=0.0)] = 0.1
+    grid_high: Annotated[float, Field(gt=0.0)] = 10.0
+    grid_points: Annotated[int, Field(ge=2)] = 161
 
 
 class StepCostSettings(Section):

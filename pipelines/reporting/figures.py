@@ -9,6 +9,7 @@ Legend: R rounds, G block slots, Q requests.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import pyarrow as pa
 from dspark import acceptance
 from dspark.acceptance import DRAWS, Estimate, RoundTable
 from dspark.calibration import outcomes_known, reliability_bins, survival
+from pipelines.reporting.calibrations import compared, slot_calibration
 from pipelines.reporting.events import columns
 
 MEAN = "mean"
@@ -177,11 +179,11 @@ def positions(events: pa.Table) -> list[dict[str, Any]]:
     return records
 
 
-def confidence(events: pa.Table, temperatures: Sequence[float] | None) -> list[dict[str, Any]]:
+def confidence(events: pa.Table, calibration: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """How well the confidences tell what is accepted, before and after calibration, judged on these events.
 
-    The temperatures were fitted on other events (the calibration prompts). Before and after are equal without
-    `temperatures`. A record a variant and temperature that has confidences.
+    The record `calibration` was fitted on other events (the calibration prompts). Before and after are equal without
+    one. A record a temperature, with every variant of the calibration beside the one that is used (`methods`).
     """
     records = []
     for name, temperature, rows in groups(events):
@@ -189,20 +191,26 @@ def confidence(events: pa.Table, temperatures: Sequence[float] | None) -> list[d
         # Temperatures were fitted for the drafter itself, and rounds cut short by a policy hide what followed.
         if name != MAIN or not table.with_confidence.any():
             continue
-        if temperatures is not None and len(temperatures) != table.slots:
+        used = slot_calibration(calibration, temperature)
+        if used is not None and len(used.temperatures) != table.slots:
+            count = len(used.temperatures)
             raise ValueError(
-                f"{len(temperatures)} temperatures for events of a block of {table.slots}; calibrate this drafter again"
+                f"{count} temperatures for events of a block of {table.slots}; calibrate this drafter again"
             )
         record: dict[str, Any] = {"drafter": name, "temperature": temperature, "rounds": len(table)}
-        for moment, scale in (("before", None), ("after", temperatures)):
-            record |= _quality(table, moment, scale)
-        record["thresholds"] = _sweep(table, temperatures)
+        after = table if used is None else replace(table, confidence_logits=used.logits(table.confidence_logits))
+        for moment, seen in (("before", table), ("after", after)):
+            record |= _quality(seen, moment)
+        record["methods"] = (
+            [] if not calibration or used is None else compared(table, rows["domain"], calibration, temperature)
+        )
+        record["thresholds"] = _sweep(after)
         records.append(record)
     return records
 
 
-def _quality(table: RoundTable, moment: str, temperatures: Sequence[float] | None) -> dict[str, Any]:
-    by_slot = acceptance.confidence_quality(table, temperatures)
+def _quality(table: RoundTable, moment: str) -> dict[str, Any]:
+    by_slot = acceptance.confidence_quality(table)
     found: dict[str, Any] = {
         f"{measure}_{moment}": _mean([getattr(slot, measure).value for slot in by_slot])
         for measure in ("ece", "auroc", "brier")
@@ -212,7 +220,7 @@ def _quality(table: RoundTable, moment: str, temperatures: Sequence[float] | Non
     ]
     use = table.with_confidence
     survived, known = outcomes_known(table.accepted[use], table.reached[use])
-    chances = survival(table.confidence_logits[use], temperatures)
+    chances = survival(table.confidence_logits[use])
     bins = reliability_bins(chances[known], survived[known])
     edges = np.linspace(0.0, 1.0, len(bins.counts) + 1)
     found[f"reliability_{moment}"] = [
@@ -228,7 +236,7 @@ def _quality(table: RoundTable, moment: str, temperatures: Sequence[float] | Non
     return found
 
 
-def _sweep(table: RoundTable, temperatures: Sequence[float] | None) -> list[dict[str, Any]]:
+def _sweep(table: RoundTable) -> list[dict[str, Any]]:
     """Empty when no round verified its whole block: a shorter one cannot tell what longer ones would have given."""
     if not (table.with_confidence & (table.scheduled == table.slots)).any():
         return []
@@ -239,7 +247,7 @@ def _sweep(table: RoundTable, temperatures: Sequence[float] | None) -> list[dict
             "accepted_length": _number(point.accepted_length.value),
             "verification_rate": _number(point.rate.value),
         }
-        for point in acceptance.threshold_sweep(table, LEVELS, temperatures, draws=SWEEP_DRAWS)
+        for point in acceptance.threshold_sweep(table, LEVELS, draws=SWEEP_DRAWS)
     ]
 
 

@@ -95,8 +95,9 @@ def _positions(report: Mapping[str, Any]) -> list[str]:
 
 
 def _confidence(report: Mapping[str, Any]) -> list[str]:
+    names = list(dict.fromkeys(way["method"] for row in report["confidence"] for way in row["methods"]))
     return markdown_table(
-        ["drafter", "temperature", "before", "after", "rounds"],
+        ["drafter", "temperature", "before", "after", "rounds", *[f"{name} (if exactly right)" for name in names]],
         [
             [
                 name_of(row["drafter"]),
@@ -104,10 +105,16 @@ def _confidence(report: Mapping[str, Any]) -> list[str]:
                 percent(row["ece_before"], 2),
                 percent(row["ece_after"], 2),
                 row["rounds"],
+                *[_method(row, name) for name in names],
             ]
             for row in report["confidence"]
         ],
     )
+
+
+def _method(row: Mapping[str, Any], name: str) -> str:
+    found = [way for way in row["methods"] if way["method"] == name]
+    return f"{percent(found[0]['ece'], 2)} ({percent(found[0]['ece_floor'], 2)})" if found else "–"
 
 
 def _serving(report: Mapping[str, Any]) -> list[str]:

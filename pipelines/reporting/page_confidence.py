@@ -9,6 +9,13 @@ from typing import Any
 from pipelines.reporting.charts import Series, line_chart, number, percent
 from pipelines.reporting.page_parts import FEW, absent, folded, key, name_of, table
 
+METHODS = {
+    "none": "none",
+    "temperature": "temperature a slot",
+    "affine": "temperature and shift",
+    "isotonic": "isotonic",
+}
+
 
 def confidence(report: Mapping[str, Any]) -> str:
     rows = report["confidence"]
@@ -19,10 +26,11 @@ def confidence(report: Mapping[str, Any]) -> str:
         if row["drafter"] == "dspark":
             panels.append(_reliability(row))
             panels += [_sweep(row, index)] if row["thresholds"] else []
-    temperatures = (report["calibration"] or {}).get("temperatures")
+    record = report["calibration"] or {}
+    how = "a temperature and a shift a slot" if record.get("method") == "affine" else "a temperature a slot"
     fitted = (
-        "Temperatures of the slots, fitted on other prompts: " + ", ".join(number(t) for t in temperatures) + "."
-        if temperatures
+        f"Calibrated with {how}, fitted on other prompts: {record.get('fitted_on', 'not said which')}."
+        if record.get("temperatures")
         else "The confidences were not calibrated."
     )
     marks = key("b", "square", "before calibration", dashed=True) + key("a", "circle", "after")
@@ -30,6 +38,7 @@ def confidence(report: Mapping[str, Any]) -> str:
         "<p>The drafter says beforehand how likely each draft is to be kept. On the dotted diagonal it is right; a "
         f"hollow point rests on fewer than {FEW} predictions. "
         f'{escape(fitted)}</p><ul class="legend">{marks}</ul><div class="grid2">{"".join(panels)}</div>'
+        + _methods(rows)
         + folded("Calibration error as a table", _confidence_table(rows))
     )
 
@@ -123,6 +132,30 @@ def _sweep(row: Mapping[str, Any], index: int) -> str:
         f'aria-label="{escape(label, quote=True)}"></div><dl class="readout">{readout}</dl><p class="note">Drafts '
         "are verified up to the first whose calibrated confidence is below the threshold; replayed on the recorded "
         "rounds.</p></div>"
+    )
+
+
+def _methods(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Every way to calibrate that was fitted on the same rounds, judged on these."""
+    cells = [
+        [
+            f"{METHODS.get(way['method'], way['method'])}, temperature {row['temperature']:g}",
+            percent(way["ece"], 2),
+            percent(way["ece_floor"], 2),
+            number(way["brier"], 3),
+            number(way["auroc"], 3),
+        ]
+        for row in rows
+        for way in row["methods"]
+    ]
+    if not cells:
+        return ""
+    head = ["calibration", "ECE, mean of slots", "if exactly right", "Brier", "AUROC"]
+    return (
+        '<div class="panel wide" style="margin-top:18px"><h3>Ways to calibrate, judged on other prompts</h3>'
+        f"{table('Calibration error by method', head, cells)}"
+        '<p class="note">With few rounds even exact probabilities show an error: what these predictions would show if '
+        "they were right stands in the third column.</p></div>"
     )
 
 

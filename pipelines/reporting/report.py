@@ -36,7 +36,7 @@ class ReportInputs:
 
     events, completions: tables of pipelines.reporting.events, all drafters and temperatures together.
     target, drafter: facts to name ("name", "revision", "parameters" …; "block_size", "markov_head_type" …).
-    calibration: {"temperatures": [G], "fitted_on": …, "rounds": …}; None when not calibrated.
+    calibration: the record that `calibrate` leaves (pipelines.reporting.calibrations); None when not calibrated.
     training: rows of the training log, each with "step" and numbers.
     cache: what `TargetCache.info()` returns.
     conversations: result of `conversation_summary`, or the manifest of the conversations.
@@ -69,7 +69,6 @@ def build_report(run_inputs: ReportInputs) -> dict[str, Any]:
     inputs = run_inputs
     lengths = figures.accepted_lengths(inputs.events, inputs.completions)
     overall = {(row["drafter"], row["temperature"]): row["value"] for row in lengths if row["domain"] == figures.MEAN}
-    temperatures = (inputs.calibration or {}).get("temperatures")
     completions = inputs.completions.to_pylist()
     report: dict[str, Any] = {
         "schema": SCHEMA,
@@ -83,7 +82,7 @@ def build_report(run_inputs: ReportInputs) -> dict[str, Any]:
         "accepted_length": lengths,
         "speed": figures.speed(inputs.events, inputs.completions, inputs.timings, overall),
         "positions": figures.positions(inputs.events),
-        "confidence": figures.confidence(inputs.events, temperatures),
+        "confidence": figures.confidence(inputs.events, inputs.calibration),
         "serving": dict(inputs.serving) if inputs.serving else None,
         "calibration": dict(inputs.calibration) if inputs.calibration else None,
         "equality": _equality(completions, inputs.gap_tolerance),

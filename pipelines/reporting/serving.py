@@ -16,6 +16,7 @@ from dspark.calibration import Floats, survival
 from dspark.cost_table import StepCosts
 from dspark.scheduling import LengthPolicy, StaticLength, policy_named
 from dspark.serving import LoadPoint, Recording, load_point, replay
+from pipelines.reporting.calibrations import SlotCalibration
 from pipelines.reporting.events import columns
 
 MAIN = "dspark"
@@ -44,7 +45,7 @@ def length_policy(name: str, costs: StepCosts, *, static_length: int, threshold:
     return policy_named(name, length=static_length, level=threshold, cost=costs)
 
 
-def recording_of(events: pa.Table, temperature: float, temperatures: Sequence[float] | None) -> Recording | None:
+def recording_of(events: pa.Table, temperature: float, calibration: SlotCalibration | None) -> Recording | None:
     """The fully verified rounds of DSpark at this decoding temperature; None when there are none."""
     own = events.filter(
         pc.and_(
@@ -62,7 +63,7 @@ def recording_of(events: pa.Table, temperature: float, temperatures: Sequence[fl
     logits = rows["confidence_logits"].astype(np.float64)
     return Recording(
         accepted=rows["accepted_raw"].astype(np.int64),
-        survival=None if np.isnan(logits).any() else survival(logits, temperatures),
+        survival=None if np.isnan(logits).any() else _survival(logits, calibration),
         first=first,
         rounds=rounds,
         tokens=np.add.reduceat(rows["committed"].astype(np.int64), first),
@@ -70,11 +71,15 @@ def recording_of(events: pa.Table, temperature: float, temperatures: Sequence[fl
     )
 
 
+def _survival(logits: np.ndarray, calibration: SlotCalibration | None) -> Floats:
+    return survival(logits) if calibration is None else calibration.survival(logits)
+
+
 def serving(
     events: pa.Table,
     measured: pa.Table | None,
     costs: StepCosts | None,
-    temperatures: Sequence[float] | None,
+    calibration: SlotCalibration | None,
     *,
     temperature: float,
     users: Sequence[int],
@@ -82,7 +87,7 @@ def serving(
     threshold: float,
 ) -> dict[str, Any] | None:
     """The comparison as the report keeps it (docs/report.md); None without step costs or recorded rounds."""
-    recording = recording_of(events, temperature, temperatures)
+    recording = recording_of(events, temperature, calibration)
     if costs is None or recording is None:
         return None
     policies = policies_of(recording.survival is not None)

@@ -1,8 +1,9 @@
-"""Calibrate the confidence head: sequential temperature scaling (section 3.2.1 of the DSpark paper).
+"""Calibrate the confidence head: sequential temperature scaling (section 3.2.1 of the DSpark paper), and variants.
 
-1. Decode the calibration prompts with the drafter, every slot verified, and keep every round.
-2. Fit one temperature a slot, left to right, on those rounds.
-3. Write `temperatures.json`, and the errors on the very rounds it was fitted on, named so: the evaluation judges.
+1. Decode the calibration prompts with the drafter at each temperature, every slot verified, and keep every round.
+2. Fit one table a decoding temperature, on its rounds alone: a temperature a slot, left to right; beside it the
+   variants that it is compared with (a shift as well, isotonic maps, temperatures by domain).
+3. Write `temperatures.json`, with the errors on the very rounds it was fitted on, named so: the evaluation judges.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NOTHING = "nothing-to-calibrate.json"
 
 
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
-    """How the calibration prompts are decoded and how temperatures are sought; the prompts come with `train`."""
+    """How the calibration prompts are decoded and what is fitted; the prompts come with `train`."""
     wanted = settings.calibrate
     return {"calibrate": wanted.model_dump(mode="json", exclude={"rows", "workers"}), "seed": settings.run.seed}
 
@@ -34,7 +35,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `calibration/`."""
     import numpy as np
 
-    from dspark.calibration import calibration_errors, fit_sequential_temperatures, survival
+    from pipelines.reporting.calibrations import fit_table
     from pipelines.reporting.events import columns, read_events
 
     wanted = settings.calibrate
@@ -55,30 +56,36 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
         max_new_tokens=wanted.max_new_tokens,
         rows=wanted.rows,
     )
-    units = cut(prompts, variant=DSPARK, temperature=wanted.temperature, seed=0, split="calibration", rows=wanted.rows)
+    units = []
+    for temperature in wanted.temperatures:
+        for seed in wanted.seeds if temperature > 0 else wanted.seeds[:1]:
+            units += cut(
+                prompts, variant=DSPARK, temperature=temperature, seed=seed, split="calibration", rows=wanted.rows
+            )
     decode_all(plan, units, wanted.workers, reporter)
-    block = settings.drafter.draft_tokens
-    rounds = columns(read_events(folder.full("events-all.parquet")), slots=block)
-    logits, accepted, reached = rounds["confidence_logits"], rounds["accepted"], rounds["reached"]
+    rounds = columns(read_events(folder.full("events-all.parquet")), slots=settings.drafter.block_size)
     grid = np.geomspace(wanted.grid_low, wanted.grid_high, wanted.grid_points)
-    temperatures = fit_sequential_temperatures(logits, accepted, reached, grid, bins=wanted.bins)
-    before = calibration_errors(survival(logits), accepted, reached, wanted.bins)
-    after = calibration_errors(survival(logits, temperatures), accepted, reached, wanted.bins)
+    tables = []
+    for temperature in sorted(set(wanted.temperatures)):
+        own = {name: values[rounds["temperature"] == temperature] for name, values in rounds.items()}
+        tables.append(fit_table(own, temperature, grid, wanted.bins))
+    # What engines read: one table, that of the highest temperature, where confidences vary most.
+    shown = tables[-1]
     record = {
-        "method": "sequential temperature scaling",
-        "temperatures": [float(value) for value in temperatures],
-        "fitted_on": f"{len(prompts)} calibration prompts at temperature {wanted.temperature:g}",
-        "rounds": len(logits),
+        "method": wanted.method,
+        "temperatures": shown["temperatures"],
+        "fitted_on": f"{len(prompts)} calibration prompts, {len(wanted.seeds)} times, at temperature "
+        + " and ".join(f"{table['temperature']:g}" for table in tables),
+        "rounds": sum(table["rounds"] for table in tables),
         "bins": wanted.bins,
-        "ece_on_fitted_rounds": {"before": _finite(before), "after": _finite(after)},
+        "ece_on_fitted_rounds": {
+            "before": shown["ece_on_fitted_rounds"]["none"],
+            "after": shown["ece_on_fitted_rounds"]["temperature"],
+        },
+        "tables": tables,
     }
     folder.write(TEMPERATURES, (json.dumps(record, indent=2) + "\n").encode())
     return {"temperatures": record["temperatures"], "rounds": record["rounds"]}
-
-
-def _finite(values: Any) -> list[float | None]:
-    """JSON has no NaN; a slot without an outcome has no error."""
-    return [float(value) if value == value else None for value in values]
 
 
 def read_calibration(run: Run) -> dict[str, Any] | None:

@@ -72,7 +72,7 @@ class DecodePlan:
     max_new_tokens: int
     rows: int
     baselines: dict[str, str] = field(default_factory=dict)  # name: folder
-    temperatures: tuple[float, ...] | None = None  # calibrated, of the confidences
+    calibration: dict[str, Any] | None = None  # the record that `calibrate` left
     costs: dict[float, dict[str, Any]] = field(default_factory=dict)  # step costs by decoding temperature
 
 
@@ -180,6 +180,14 @@ def prompt_request(
     return make_request(name, ids, room, plan.facts, settings.run.seed + seed)
 
 
+def calibration_options(plan: DecodePlan, temperature: float | None) -> dict[str, Any]:
+    """The decoder's options for confidences of DSpark at a decoding temperature; empty for other drafters (None)."""
+    from pipelines.reporting.calibrations import slot_calibration
+
+    found = None if temperature is None else slot_calibration(plan.calibration, temperature)
+    return {} if found is None else {"temperatures": found.temperatures, "shifts": found.shifts}
+
+
 class DecodeWorker:
     """Holds the target and the drafters, and decodes one unit after the other."""
 
@@ -200,7 +208,7 @@ class DecodeWorker:
             sampling=SamplingConfig(temperature=unit.temperature),
             max_rows=plan.rows,
             length_policy=self._policy(unit),
-            temperatures=plan.temperatures if unit.variant == DSPARK else None,
+            **calibration_options(plan, unit.temperature if unit.variant == DSPARK else None),
             record_gaps=unit.temperature == 0,
         )
         said: dict[str, list[dict[str, str]]] = {p.prompt_id: [dict(m) for m in p.messages] for p in unit.prompts}

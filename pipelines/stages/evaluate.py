@@ -71,7 +71,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
         baselines=wanted.baselines,
         max_new_tokens=wanted.max_new_tokens,
         rows=wanted.rows,
-        temperatures=None if calibration is None else tuple(calibration["temperatures"]),
+        calibration=calibration,
     )
     plan = replace(plan, costs=find_step_costs(plan, reporter))
     units = []
@@ -119,7 +119,7 @@ def decodings(settings: Settings) -> list[tuple[str, str]]:
 
 def has_confidence(settings: Settings) -> bool:
     """Whether this run's drafter says how far it can be trusted."""
-    return settings.drafter.algorithm == "dspark" and settings.drafter.enable_confidence_head
+    return settings.drafter.has_confidence_head
 
 
 def _add_up(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

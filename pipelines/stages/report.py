@@ -77,6 +77,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
 def _serving(settings: Settings, evaluation: Folder, calibration: dict[str, Any] | None) -> dict[str, Any] | None:
     """The serving comparison, from recorded rounds and step costs; None when the evaluation has no step costs."""
     from dspark.cost_table import StepCosts
+    from pipelines.reporting.calibrations import slot_calibration
     from pipelines.reporting.events import read_events
     from pipelines.reporting.serving import serving
     from pipelines.stages.serving import FOLDER
@@ -91,7 +92,7 @@ def _serving(settings: Settings, evaluation: Folder, calibration: dict[str, Any]
         read_events(evaluation.full("events-all.parquet")),
         read_events(evaluation.full(measured)) if evaluation.exists(measured) else None,
         StepCosts.from_dict(costs),
-        None if calibration is None else calibration["temperatures"],
+        slot_calibration(calibration, temperature),
         temperature=temperature,
         users=wanted.users,
         static_length=wanted.static_length,

@@ -18,7 +18,14 @@ from pipelines.data.conversations import Prompt
 from pipelines.reporting.events import EventLog, Labels
 from pipelines.reporting.serving import policies_of, split_of
 from pipelines.settings import Settings
-from pipelines.stages.decode_events import DSPARK, PLAIN, DecodePlan, open_drafters, prompt_request
+from pipelines.stages.decode_events import (
+    DSPARK,
+    PLAIN,
+    DecodePlan,
+    calibration_options,
+    open_drafters,
+    prompt_request,
+)
 from pipelines.stages.step_costs import serving_temperature
 from pipelines.stages.workers import on_pool, open_target, session
 from storage.filesystems import Folder
@@ -101,7 +108,7 @@ class ServingWorker:
             sampling=SamplingConfig(temperature=temperature),
             max_rows=unit.users,
             length_policy=policy,
-            temperatures=self.plan.temperatures if policy.needs_confidence else None,
+            **calibration_options(self.plan, temperature if policy.needs_confidence else None),
         )
         asked = {}
         for number in range(ASKED * unit.users):

@@ -13,6 +13,7 @@ from dspark.calibration import (
     brier,
     calibration_errors,
     expected_calibration_error,
+    fit_affine,
     fit_isotonic,
     fit_isotonic_calibration,
     fit_sequential_temperatures,
@@ -99,3 +100,35 @@ def test_errors_say_what_is_wrong() -> None:
     assert np.isnan(auroc([0.5], [1]))
     assert np.isnan(expected_calibration_error([], []))
     assert sigmoid([-1000.0, 1000.0]).tolist() == [0.0, 1.0]
+
+
+def test_a_shift_mends_what_a_temperature_cannot() -> None:
+    """Confidences that are too high everywhere: divided, they only move towards one half."""
+    rng = np.random.default_rng(7)
+    truth = rng.normal(-1.0, 1.0, (40_000, 3))
+    took = rng.random(truth.shape) < sigmoid(truth)
+    reached = np.cumprod(np.concatenate([np.ones((len(truth), 1)), took[:, :-1]], axis=1), axis=1).astype(bool)
+    logits = 1.5 * truth + np.array([2.0, 1.0, 0.5])
+    fit, judge = slice(0, 20_000), slice(20_000, None)
+    part = (logits[fit], (took & reached)[fit], reached[fit])
+    temperatures, shifts = fit_affine(*part)
+    assert temperatures == pytest.approx([1.5] * 3, rel=0.1)
+    assert shifts == pytest.approx([2.0, 1.0, 0.5], abs=0.2)
+    held_out = ((took & reached)[judge], reached[judge])
+    affine = calibration_errors(survival(logits[judge], temperatures, shifts), *held_out).mean()
+    scaled = calibration_errors(survival(logits[judge], fit_sequential_temperatures(*part)), *held_out).mean()
+    assert affine < 0.02
+    assert affine < scaled / 3
+
+
+def test_few_outcomes_hardly_move_an_affine_calibration() -> None:
+    logits = np.array([[0.3], [1.2], [-0.5]])
+    temperatures, shifts = fit_affine(logits, np.zeros((3, 1), bool), np.ones((3, 1), bool), shrinkage=1000.0)
+    assert temperatures == pytest.approx([1.0], abs=0.02)
+    assert shifts == pytest.approx([0.0], abs=0.02)
+    none = fit_affine(logits, np.zeros((3, 1), bool), np.zeros((3, 1), bool))
+    assert [values.tolist() for values in none] == [[1.0], [0.0]]
+    # All accepted: finite, and the order stays.
+    sure, offset = fit_affine(logits, np.ones((3, 1), bool), np.ones((3, 1), bool))
+    assert np.isfinite([*sure, *offset]).all()
+    assert sure.min() > 0

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from dspark.cost_table import CostTable, StepCosts
 from dspark.events import Completion, RoundEvent
+from pipelines.reporting.calibrations import SlotCalibration
 from pipelines.reporting.events import COMPLETION_SCHEMA, EVENT_SCHEMA, Labels, completion_table, event_table
 from pipelines.reporting.report import ReportInputs, build_report, conversation_summary
 from pipelines.reporting.serving import serving, split_of
@@ -147,7 +148,16 @@ def served(users: int = 4) -> pa.Table:
 
 
 def serving_figures(events: pa.Table) -> dict[str, Any] | None:
-    return serving(events, served(), COSTS, [2.0] * 7, temperature=1.0, users=LOADS, static_length=3, threshold=0.5)
+    return serving(
+        events,
+        served(),
+        COSTS,
+        SlotCalibration((2.0,) * 7),
+        temperature=1.0,
+        users=LOADS,
+        static_length=3,
+        threshold=0.5,
+    )
 
 
 def training_log(steps: int = 400) -> list[dict[str, Any]]:

@@ -66,7 +66,7 @@ def test_slots_against_plain_counting(events: pa.Table) -> None:
 
 
 def test_calibration_helps_where_confidence_was_doubled(events: pa.Table) -> None:
-    for record in figures.confidence(events, [2.0] * 7):
+    for record in figures.confidence(events, {"temperatures": [2.0] * 7}):
         assert record["drafter"] == "dspark"
         assert record["ece_after"] < record["ece_before"]
         assert record["brier_after"] < record["brier_before"]
@@ -80,11 +80,11 @@ def test_without_temperatures_nothing_changes(events: pa.Table) -> None:
 
 def test_temperatures_of_another_block_are_refused(events: pa.Table) -> None:
     with pytest.raises(ValueError, match="5 temperatures for events of a block of 7"):
-        figures.confidence(events, [1.0] * 5)
+        figures.confidence(events, {"temperatures": [1.0] * 5})
 
 
 def test_a_threshold_of_zero_verifies_everything(events: pa.Table) -> None:
-    for record in figures.confidence(events, [2.0] * 7):
+    for record in figures.confidence(events, {"temperatures": [2.0] * 7}):
         first, last = record["thresholds"][0], record["thresholds"][-1]
         assert (first["threshold"], first["scheduled"]) == (0.0, 7.0)
         assert (last["threshold"], last["accepted_length"]) == (1.0, 1.0)

@@ -8,6 +8,7 @@ from synthetic_events import COSTS, LOADS, evaluation, full_report, served, serv
 
 from dspark.scheduling import threshold
 from dspark.serving import mean_field
+from pipelines.reporting.calibrations import SlotCalibration
 from pipelines.reporting.events import EVENT_SCHEMA
 from pipelines.reporting.page_serving import serving as section
 from pipelines.reporting.serving import conditional, measured_points, recording_of
@@ -33,7 +34,7 @@ def test_measured_points_against_plain_counting() -> None:
 def test_the_recording_is_the_full_blocks_of_one_temperature() -> None:
     events = evaluation()[0]
     rows = [r for r in events.to_pylist() if r["drafter"] == "dspark" and r["temperature"] == 1.0]
-    found = recording_of(events, 1.0, [2.0] * 7)
+    found = recording_of(events, 1.0, SlotCalibration((2.0,) * 7))
     assert found is not None
     assert len(found.accepted) == len(rows)
     assert found.tokens.sum() == sum(row["committed"] for row in rows)
@@ -69,7 +70,7 @@ def page_threshold(level: float, users: int) -> list[float]:
     """What the page should show at a threshold: tokens a second, of one user, drafts, tokens a step."""
     rounds = full_report()["serving"]["rounds"]
     confidence, accepted = np.array(rounds["confidence"]) / 1000, np.array(rounds["accepted"])
-    recording = recording_of(evaluation()[0], 1.0, [2.0] * 7)
+    recording = recording_of(evaluation()[0], 1.0, SlotCalibration((2.0,) * 7))
     assert recording is not None
     part = type(recording)(accepted, None, recording.first[:1], recording.rounds[:1], recording.tokens[:1], 7)
     point = mean_field(part, COSTS, threshold(confidence, level), users)

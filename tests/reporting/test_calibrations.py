@@ -1,0 +1,82 @@
+"""Tables by decoding temperature, the variants compared on other rounds, and the error that chance alone shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from synthetic_events import labels, simulate
+
+from dspark.calibration import DEFAULT_GRID, sigmoid
+from pipelines.reporting import figures
+from pipelines.reporting.calibrations import fit_table, noise_floor, slot_calibration, table_for
+from pipelines.reporting.events import columns, event_table
+from pipelines.reporting.figures import round_table
+
+
+def rounds_of(first: int, answers: int, temperature: float = 1.0) -> pa.Table:
+    """Answers whose confidences are over-confident twofold."""
+    return pa.concat_tables(
+        [
+            event_table(simulate(f"{domain}-{i}", rate=rate, tokens=120), labels("dspark", temperature, domain))
+            for domain, rate in (("chat", 0.62), ("code", 0.74))
+            for i in range(first, first + answers)
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def record() -> dict[str, Any]:
+    rows = columns(rounds_of(0, 60))
+    table = fit_table(rows, 1.0, DEFAULT_GRID, 20)
+    return {"method": "temperature", "temperatures": table["temperatures"], "tables": [table]}
+
+
+def test_every_method_is_judged_on_other_rounds(record: dict[str, Any]) -> None:
+    (found,) = figures.confidence(rounds_of(1000, 60), record)
+    ways = {way["method"]: way for way in found["methods"]}
+    assert list(ways) == ["none", "temperature", "affine", "isotonic", "temperature, by domain"]
+    assert ways["none"]["ece"] == pytest.approx(found["ece_before"])
+    assert ways["temperature"]["ece"] == pytest.approx(found["ece_after"])
+    for name in ("temperature", "affine", "isotonic"):
+        assert ways[name]["ece"] < 0.7 * ways["none"]["ece"]
+    assert ways["temperature"]["ece"] < 2.5 * ways["temperature"]["ece_floor"]
+
+
+def test_the_method_decides_how_confidences_are_read(record: dict[str, Any]) -> None:
+    logits = np.array([[0.5] * 7])
+    scaled = slot_calibration(record, 1.0)
+    affine = slot_calibration({**record, "method": "affine"}, 1.0)
+    assert scaled is not None
+    assert affine is not None
+    assert scaled.logits(logits)[0] == pytest.approx(0.5 / np.array(record["temperatures"]))
+    table = record["tables"][0]["affine"]
+    expected = (0.5 - np.array(table["shifts"])) / np.array(table["temperatures"])
+    assert affine.survival(logits)[0] == pytest.approx(sigmoid(expected).cumprod())
+    assert slot_calibration(None, 1.0) is None
+    assert slot_calibration({"temperatures": None}, 1.0) is None
+
+
+def test_a_decoding_has_the_table_of_the_nearest_temperature(record: dict[str, Any]) -> None:
+    cold = {**record["tables"][0], "temperature": 0.0, "temperatures": [9.0] * 7}
+    both = {**record, "tables": [cold, record["tables"][0]]}
+    assert table_for(both, 0.0) is cold
+    assert table_for(both, 0.7) is record["tables"][0]
+    found = slot_calibration(both, 0.2)
+    assert found is not None
+    assert found.temperatures == (9.0,) * 7
+    # A record of one table is its own.
+    assert table_for({"temperatures": [1.0]}, 0.3) == {"temperatures": [1.0]}
+
+
+def test_the_floor_is_what_exact_probabilities_show() -> None:
+    few, many = round_table(columns(rounds_of(0, 4))), round_table(columns(rounds_of(0, 120)))
+    floors = []
+    for table in (few, many):
+        exact = sigmoid(table.confidence_logits / 2.0).cumprod(axis=1)
+        floors.append(noise_floor(table, exact))
+    assert floors[0] is not None
+    assert floors[1] is not None
+    assert floors[0] > 2 * floors[1] > 0
