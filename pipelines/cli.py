@@ -68,6 +68,7 @@ def _add_stage_command(name: str, summary: str) -> None:
 
 
 _add_stage_command("regenerate", "Let the target write its own answers to the training prompts.")
+_add_stage_command("pilot", "Train a short pilot on a few conversations and choose what the cache keeps.")
 
 
 @cli_cache.cache_app.command("build")
@@ -75,7 +76,7 @@ def build_cache(
     config: ConfigArgument, overrides: OverridesArgument = None, redo: RedoOption = False, as_json: JsonOption = False
 ) -> None:
     """Build the target cache (`dspark cache CONFIG` for short)."""
-    _run_stages(config, overrides or [], ["cache"], redo=redo, as_json=as_json)
+    _run_stages(config, overrides or [], ["pilot", "cache"], redo=redo, as_json=as_json)
 
 
 app.add_typer(cli_cache.cache_app, name="cache")

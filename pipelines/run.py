@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -92,6 +92,18 @@ STAGES = {
 }
 
 
+PILOT = Stage(name="pilot", module="pipelines.stages.pilot", output="pilot", inputs=("regenerate",), on_ray=True)
+
+
+def stages_of(settings: Settings) -> dict[str, Stage]:
+    """The stages of a run with these settings: with a pilot before the cache where the cache asks for one."""
+    if not settings.cache.needs_pilot:
+        return STAGES
+    cache = STAGES["cache"]
+    changed = {"pilot": PILOT, "cache": replace(cache, inputs=(*cache.inputs, "pilot"))}
+    return {"regenerate": STAGES["regenerate"], **changed, **{k: v for k, v in STAGES.items() if k not in changed}}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What became of one stage: `done`, or `skipped` because it was complete."""
@@ -109,7 +121,7 @@ class Run:
 
     def __init__(self, settings: Settings, *, stages: dict[str, Stage] | None = None) -> None:
         self.settings = settings
-        self.stages = STAGES if stages is None else stages
+        self.stages = stages_of(settings) if stages is None else stages
         self.directory = RunDirectory(settings.run.directory)
         self._fields: dict[str, dict[str, Any]] = {}
         self.tracker: Tracker | None = None  # of the stage that is being done

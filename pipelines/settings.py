@@ -13,13 +13,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from pipelines.drafter_settings import DrafterSettings, LossSettings
+from pipelines.drafter_settings import Algorithm, DrafterSettings, LossSettings
 from pipelines.recipes import require_fitting_loss, with_recipe
 from pipelines.section import NonNegative, Positive, Section, Share
 from pipelines.setting_errors import explain
 from pipelines.yaml_files import Document, apply_overrides, parse_text, read_document
 
-CodecName = Literal["bf16", "bf16-planes", "int8", "fp8", "transform"]
+FeaturesCodec = Literal["auto", "projected", "transform", "int8", "fp8", "bf16-planes", "bf16"]
+TeacherCodec = Literal["auto", "corrected", "recomputed", "sparse", "transform", "int8", "fp8", "bf16-planes", "bf16"]
 
 
 class RunSettings(Section):
@@ -79,16 +80,55 @@ class RegenerateSettings(Section):
 
 
 class CacheSettings(Section):
-    """The target cache."""
+    """The target cache.
 
-    features_codec: CodecName = "bf16"
-    teacher_codec: CodecName = "bf16"
+    Codecs are described in docs/cache-format.md. `auto` takes the smallest one whose measured error of the acceptance
+    rate stays within `acceptance_bound`; a projected or automatic cache begins with a pilot (section `pilot`).
+    """
+
+    features_codec: FeaturesCodec = "bf16"
+    teacher_codec: TeacherCodec = "bf16"
+    features_options: dict[str, Any] = Field(default={})  # the codec's own settings, laid over its defaults
+    teacher_options: dict[str, Any] = Field(default={})
+    directions: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.5  # projected: coordinates, in hidden sizes
+    acceptance_bound: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.01  # auto
+    temperature: NonNegative = 1.0  # of decoding, at which errors of the acceptance rate are measured
     unit_tokens: Positive = 1_000_000  # tokens in a work unit, which is a shard
     max_length: Positive = 4096  # longer conversations are cut; what is kept stays supervised
     batch_tokens: Positive = 16_384  # tokens in a forward pass, padding included
     workers: Positive = 1
     max_bytes: Positive | None = None
     audit_rows: Annotated[int, Field(ge=0)] = 8
+
+    @property
+    def needs_pilot(self) -> bool:
+        return self.trains_pilot or self.teacher_codec == "auto"
+
+    @property
+    def trains_pilot(self) -> bool:
+        return self.features_codec in ("auto", "projected")
+
+    @model_validator(mode="after")
+    def _options_have_their_codec(self) -> CacheSettings:
+        for part in ("features", "teacher"):
+            if getattr(self, f"{part}_codec") == "auto" and getattr(self, f"{part}_options"):
+                raise ValueError(f"cache.{part}_options are for a codec by name, but cache.{part}_codec is auto")
+        return self
+
+
+class PilotSettings(Section):
+    """A short training on the exact states of a few conversations, which tells what of the states drafters look at.
+
+    It runs by itself where the cache asks for it (`cache.features_codec` projected or auto). With several algorithms
+    each has a pilot, and drafters of all of them can be trained from the one cache.
+    """
+
+    share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1  # of the conversations, spread evenly
+    max_tokens: Positive = 4_000_000  # but no more than these
+    algorithms: tuple[Algorithm, ...] = ()  # none: the drafter's own
+    epochs: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None  # null: train.epochs
+    max_steps: Positive | None = None
+    prior: NonNegative = 0.1  # weight of a reader that looks at all channels alike
 
 
 class TrainSettings(Section):
@@ -270,6 +310,7 @@ class Settings(Section):
     target: TargetSettings
     data: DataSettings = DataSettings()
     regenerate: RegenerateSettings = RegenerateSettings()
+    pilot: PilotSettings = PilotSettings()
     cache: CacheSettings = CacheSettings()
     drafter: DrafterSettings = DrafterSettings()
     train: TrainSettings = TrainSettings()

@@ -1,6 +1,7 @@
 """Run the target over the conversations and keep what it thinks, compressed, in the target cache.
 
-1. Cut conversations to the length limit, order them, and plan the cache: rows, work units, codecs, contract.
+1. Cut conversations to the length limit, order them, and plan the cache: rows, work units, codecs (the pilot's choice
+   where they are automatic), contract.
 2. If a codec has statistics to fit, one worker captures a sample of rows and fits it; then the cache is created.
 3. Ray workers capture unit after unit, in batches of like length, and write each as one committed shard.
    The worker then audits some of its rows: it runs the target again, alone, over what a reader gets, and compares the
@@ -11,12 +12,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipelines.data.chat import generated_sample
 from pipelines.errors import UserError
+from pipelines.plan import spread
 from pipelines.settings import Settings
 from pipelines.stages.capture import CaptureUnit, CaptureWorker, Conversation, FitUnit
 from pipelines.stages.regenerate import read_conversations
@@ -36,49 +38,33 @@ AUDIT_BOUND_EXACT, AUDIT_BOUND_LOSSY = 0.03, 0.15
 
 
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
-    """The contract, the codecs, and how rows are cut and ordered."""
-    facts = examine_target(settings)
-    return {
+    """The contract, the codecs, and how rows are cut and ordered; what the pilot found comes with the inputs."""
+    facts, cache = examine_target(settings), settings.cache
+    fields: dict[str, Any] = {
         "contract": facts.contract(settings, with_block=False),
         "dtype": settings.target.dtype,
-        "features_codec": settings.cache.features_codec,
-        "teacher_codec": settings.cache.teacher_codec,
-        "max_length": settings.cache.max_length,
-        "unit_tokens": settings.cache.unit_tokens,
+        "features_codec": cache.features_codec,
+        "features_options": cache.features_options,
+        "teacher_codec": cache.teacher_codec,
+        "teacher_options": cache.teacher_options,
+        "max_length": cache.max_length,
+        "unit_tokens": cache.unit_tokens,
     }
+    if cache.features_codec == "projected":
+        fields["directions"] = cache.directions
+    return fields
 
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `cache/`."""
     facts = examine_target(settings)
-    root = run.location("cache")
-    rows, plan = plan_cache(settings, facts, Folder(run.location("regenerate")), run.identity("regenerate"))
-    chosen = {row.sample_id for row in _spread(rows, settings.cache.audit_rows)}
-    audited: dict[str, float] = {}
-    make_worker = partial(CaptureWorker, settings, facts, root)
+    root, conversations = run.location("cache"), Folder(run.location("regenerate"))
+    chosen = choose_codecs(settings, facts, run)
+    inputs = {name: run.identity(name) for name in run.stages["cache"].inputs}
+    rows, plan = plan_cache(settings, facts, conversations, chosen, inputs)
     with session(settings, root):
-        committed = _create(settings, make_worker, plan, rows, root)
-        todo = []
-        for number, (start, stop) in enumerate(plan.units):
-            if number not in committed:
-                todo.append(CaptureUnit(number=number, rows=tuple(rows[start:stop]), audit=frozenset(chosen)))
-        done = plan.tokens - sum(unit.tokens for unit in todo)
-        with reporter.task("capturing states", plan.tokens, "tokens", done) as task:
-
-            def finished(unit: CaptureUnit, result: dict[str, Any]) -> None:
-                audited.update(result["audit"])
-                task.advance(unit.tokens, bytes_per_token=result["bytes_per_token"])
-
-            def run_pool(units: Sequence[CaptureUnit], workers: int) -> None:
-                on_pool(settings, make_worker, units, workers=workers, on_result=finished, unit_name=str)
-
-            if todo:
-                run_pool(todo, settings.cache.workers)
-            left = chosen - set(audited)
-            if left:
-                run_pool([CaptureUnit(number=None, rows=(), audit=frozenset(left))], 1)
-    audit = _judge(audited, settings)
-    finish(root, notes={"audit": audit})
+        pilot = run.location("pilot") if settings.cache.trains_pilot else None
+        audit = build(settings, facts, root, rows, plan, reporter, pilot=pilot)
     info = TargetCache.open(root).info()
     return {
         "rows": info["rows"],
@@ -87,16 +73,92 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
         "bytes_per_token": info["bytes_per_token"]["all"],
         "reference_bytes_per_token": info["raw_bytes_per_token"],
         "times_smaller": info["times_smaller"],
+        "codecs": {part: spec.to_dict() for part, spec in chosen.items()},
         "skipped": info["skipped"],
         "shortened": info["shortened"],
         "audit": audit,
     }
 
 
+def choose_codecs(settings: Settings, facts: TargetFacts, run: Run) -> dict[str, CodecSpec]:
+    """The codecs of `features` and `teacher`: as set, or as the pilot chose them."""
+    wanted = settings.cache
+    chosen: dict[str, CodecSpec] = {}
+    for part, name, options in (
+        ("features", wanted.features_codec, wanted.features_options),
+        ("teacher", wanted.teacher_codec, wanted.teacher_options),
+    ):
+        if name == "auto":
+            chosen[part] = CodecSpec(**run.result("pilot")["chosen"][part])
+        elif name == "projected":
+            chosen[part] = CodecSpec(
+                name=name, settings={"directions": count_directions(facts, wanted.directions), **options}
+            )
+        else:
+            chosen[part] = CodecSpec(name=name, settings=options)
+    return chosen
+
+
+def count_directions(facts: TargetFacts, hidden_sizes: float) -> int:
+    """Coordinates that a projected codec keeps; at most as many as there are captured channels."""
+    return min(max(1, round(hidden_sizes * facts.hidden_size)), facts.hidden_size * len(facts.target_layer_ids))
+
+
+def build(
+    settings: Settings,
+    facts: TargetFacts,
+    root: str,
+    rows: list[Conversation],
+    plan: CachePlan,
+    reporter: Reporter,
+    *,
+    pilot: str | None = None,
+) -> dict[str, Any]:
+    """Build, audit and close the cache of these rows in the current Ray session; the audit's figures.
+
+    `pilot`: the output of the pilot stage, for a projected codec.
+    """
+    make_worker = partial(CaptureWorker, settings, facts, root)
+    chosen = {row.sample_id for row in spread(rows, settings.cache.audit_rows)}
+    audited: dict[str, float] = {}
+    committed = _create(settings, make_worker, plan, rows, root, pilot)
+    todo = []
+    for number, (start, stop) in enumerate(plan.units):
+        if number not in committed:
+            todo.append(CaptureUnit(number=number, rows=tuple(rows[start:stop]), audit=frozenset(chosen)))
+    done = plan.tokens - sum(unit.tokens for unit in todo)
+    with reporter.task("capturing states", plan.tokens, "tokens", done) as task:
+
+        def finished(unit: CaptureUnit, result: dict[str, Any]) -> None:
+            audited.update(result["audit"])
+            task.advance(unit.tokens, bytes_per_token=result["bytes_per_token"])
+
+        def run_pool(units: Sequence[CaptureUnit], workers: int) -> None:
+            on_pool(settings, make_worker, units, workers=workers, on_result=finished, unit_name=str)
+
+        if todo:
+            run_pool(todo, settings.cache.workers)
+        left = chosen - set(audited)
+        if left:
+            run_pool([CaptureUnit(number=None, rows=(), audit=frozenset(left))], 1)
+    assert plan.teacher is not None
+    audit = _judge(audited, plan.teacher.name)
+    finish(root, notes={"audit": audit})
+    return audit
+
+
 def plan_cache(
-    settings: Settings, facts: TargetFacts, conversations: Folder, source_identity: str
+    settings: Settings,
+    facts: TargetFacts,
+    conversations: Folder,
+    codecs: Mapping[str, CodecSpec],
+    inputs: Mapping[str, str],
+    choose: Callable[[list[Conversation]], list[Conversation]] | None = None,
 ) -> tuple[list[Conversation], CachePlan]:
-    """The rows to capture, in the conversations' order, and the plan that fixes the cache."""
+    """The rows to capture, in the conversations' order, and the plan that fixes the cache.
+
+    `choose` takes some of the rows that could be captured.
+    """
     rows: list[Conversation] = []
     skipped: dict[str, list[str]] = {"empty": [], "unsupervised after the cut": []}
     limit, longest = settings.cache.max_length, 0
@@ -120,15 +182,19 @@ def plan_cache(
             f"no conversation has a supervised token within cache.max_length={limit} (the longest "
             f"has {longest} tokens): raise it"
         )
+    if choose is not None:
+        rows = choose(rows)
+        kept = {row.sample_id for row in rows}
+        shortened = [sample_id for sample_id in shortened if sample_id in kept]
     plan = CachePlan(
         contract=facts.contract(settings, with_block=False),
         num_layers=len(facts.target_layer_ids),
         hidden_size=facts.hidden_size,
         samples=[(row.sample_id, len(row.input_ids)) for row in rows],
-        features=CodecSpec(name=settings.cache.features_codec),
-        teacher=CodecSpec(name=settings.cache.teacher_codec),
+        features=codecs["features"],
+        teacher=codecs["teacher"],
         unit_tokens=settings.cache.unit_tokens,
-        inputs={"conversations": source_identity, "dtype": settings.target.dtype},
+        inputs={**inputs, "dtype": settings.target.dtype},
         spans=[row.spans for row in rows],
         skipped={reason: ids for reason, ids in skipped.items() if ids},
         shortened=shortened,
@@ -137,15 +203,19 @@ def plan_cache(
     return rows, plan
 
 
-def _create(settings: Settings, make_worker: Any, plan: CachePlan, rows: list[Conversation], root: str) -> set[int]:
+def _create(
+    settings: Settings, make_worker: Any, plan: CachePlan, rows: list[Conversation], root: str, pilot: str | None
+) -> set[int]:
     """Create the cache, its codecs fitted by a worker if they have statistics; the units already committed."""
-    fitted = {settings.cache.features_codec, settings.cache.teacher_codec} - {"bf16", "bf16-planes"}
+    assert plan.teacher is not None
+    fitted = {plan.features.name, plan.teacher.name} - {"bf16", "bf16-planes"}
     if fitted and not Folder(root).exists("manifest.json"):
-        sample = _spread(rows, max(8, FIT_TOKENS * len(rows) // plan.tokens))
+        sample = spread(rows, max(8, FIT_TOKENS * len(rows) // plan.tokens))
+        unit = FitUnit(rows=tuple(sample), plan=plan, directions=pilot, temperature=settings.cache.temperature)
         on_pool(
             settings,
             make_worker,
-            [FitUnit(rows=tuple(sample), plan=plan)],
+            [unit],
             workers=1,
             on_result=lambda unit, result: None,
             unit_name=lambda unit: "fit of the codecs",
@@ -153,26 +223,19 @@ def _create(settings: Settings, make_worker: Any, plan: CachePlan, rows: list[Co
     return create_or_resume(root, plan)
 
 
-def _judge(audited: dict[str, float], settings: Settings) -> dict[str, Any]:
+def _judge(audited: dict[str, float], codec: str) -> dict[str, Any]:
     """The audit's figures. Raises UserError when stored and live teacher are too far apart for the codec."""
     if not audited:
         return {"rows": 0}
     mean = sum(audited.values()) / len(audited)
-    exact = settings.cache.teacher_codec in ("bf16", "bf16-planes")
+    exact = codec in ("bf16", "bf16-planes")
     bound = AUDIT_BOUND_EXACT if exact else AUDIT_BOUND_LOSSY
     worst = max(audited, key=lambda sample_id: audited[sample_id])
     if not mean <= bound:
         raise UserError(
             f"the audit failed: the stored teacher is {mean:.3f} (total variation) from the live target on "
-            f"{len(audited)} rows, at most {bound} was expected of cache.teacher_codec={settings.cache.teacher_codec} "
+            f"{len(audited)} rows, at most {bound} was expected of cache.teacher_codec={codec} "
             f"(worst row {worst!r}: {audited[worst]:.3f}). The target or its dtype changed during the build, or the "
             "codec is too coarse: choose a finer one"
         )
     return {"rows": len(audited), "mean_total_variation": mean, "worst": {"row": worst, "value": audited[worst]}}
-
-
-def _spread(rows: Sequence[Conversation], count: int) -> list[Conversation]:
-    """At most `count` rows, evenly spread."""
-    if count >= len(rows):
-        return list(rows)
-    return [rows[index * len(rows) // count] for index in range(count)]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines.errors import UserError
 from pipelines.settings import Settings
 from pipelines.stages.workers import session
-from pipelines.target_facts import examine_target
+from pipelines.target_facts import TargetFacts, examine_target
 
 if TYPE_CHECKING:
     from pipelines.progress import Reporter, Task
@@ -72,34 +72,50 @@ def check(settings: Settings) -> None:
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `checkpoints/`."""
+    from pipelines.training.loop import FINAL
+
+    facts, output = examine_target(settings), Path(run.directory.path("checkpoints"))
+    with session(settings, str(output)):
+        log = train_on(settings, facts, run.location("cache"), output, reporter, tracker=run.tracker)
+    keep = ("loss", "tau_probabilistic", "acceptance@0", "skipped_steps")
+    return {"steps": log[-1]["step"], "drafter": f"checkpoints/{FINAL}", **{key: log[-1].get(key) for key in keep}}
+
+
+def train_on(
+    settings: Settings,
+    facts: TargetFacts,
+    cache: str,
+    output: Path,
+    reporter: Reporter,
+    *,
+    name: str = "drafter",
+    tracker: Tracker | None = None,
+) -> list[dict[str, Any]]:
+    """Train on a finished cache in the current Ray session, going on with what `output` holds; the log's lines."""
     from pipelines.training.log import LOG, read_log
-    from pipelines.training.loop import FINAL, train_rank
+    from pipelines.training.loop import train_rank
     from pipelines.training.task import TrainingTask, drafter_config
     from storage.checkpoints import complete_checkpoints
     from storage.target_cache import TargetCache
 
-    facts = examine_target(settings)
-    output = Path(run.directory.path("checkpoints"))
-    cache = TargetCache.open(run.location("cache"))
+    samples = len(TargetCache.open(cache))
     drafter_config(settings, facts)  # raises for settings that no drafter can have
-    total = count_steps(settings, len(cache))
+    total = count_steps(settings, samples)
     cpus = cpus_per_rank(settings)
     task = TrainingTask(
         settings=settings,
         facts=facts,
-        cache=run.location("cache"),
+        cache=cache,
         output=str(output),
         total_steps=total,
         threads=settings.cluster.threads_per_worker or max(1, int(cpus)),
     )
     complete = complete_checkpoints(output)
     start = complete[-1].step if complete else 0
+    what = f"training the {name} on {samples - settings.train.held_out_rows} conversations"
     with (
-        session(settings, str(output)),
-        reporter.task(
-            f"training on {len(cache) - settings.train.held_out_rows} conversations", total, "steps", start
-        ) as shown,
-        _following(output / LOG, shown, run.tracker, start),
+        reporter.task(what, total, "steps", start) as shown,
+        _following(output / LOG, shown, tracker, start),
     ):
         _run(
             train_rank,
@@ -111,9 +127,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
             max_failures=settings.train.max_failures,
             storage_path=str(output / "ray"),
         )
-    log = read_log(output / LOG)
-    keep = ("loss", "tau_probabilistic", "acceptance@0", "skipped_steps")
-    return {"steps": total, "drafter": f"checkpoints/{FINAL}", **{key: log[-1].get(key) for key in keep}}
+    return read_log(output / LOG)
 
 
 def _run(*arguments: Any, **options: Any) -> None:

@@ -35,8 +35,15 @@ class TargetParts:
 
     def logits(self, last: torch.Tensor) -> torch.Tensor:
         """[P, d] to [P, V] float32."""
-        out = (last.to(self.head.device, self.head.dtype) @ self.head.t()).float()
-        return out if self.soft_cap is None else torch.tanh(out / self.soft_cap) * self.soft_cap
+        return self._capped((last.to(self.head.device, self.head.dtype) @ self.head.t()).float())
+
+    def logits_of(self, last: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """[P, d] to [P, K] float32, of the tokens [P, K] alone."""
+        weight = self.head[token_ids]
+        return self._capped(torch.bmm(weight, last.to(weight.device, weight.dtype)[:, :, None])[..., 0].float())
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
 
 
 @dataclass(frozen=True, kw_only=True)

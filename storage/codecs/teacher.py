@@ -7,9 +7,10 @@
 - "sparse": the log-probabilities of the K likeliest tokens, and the mass of all others.
 
 With z the coarse logits, l the exact ones and T the tokens outside the top, the offset of token i is
-    (l_i - log sum exp l) - (z_i - log sum exp z) - (log mass_l(T) - log mass_z(T)),
+    l_i - z_i - (log sum_T exp l - log sum_T exp z),
 so that the softmax of z with the offsets has the exact probabilities of the top and the exact mass of the rest, shared
-out as the coarse logits say. A reader adds them and normalises; nothing else.
+out as the coarse logits say. A reader adds them and normalises; nothing else. For the sums over T the 3 K tokens after
+the top stand: a full sum would need the head a second time, and it is their mass that the rest consists of.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from storage.codecs.transform import Transform, head_metric
 
 CHUNK = 128  # positions whose logits exist at once
 METRIC_STATES = 2048  # states that the head's metric is averaged over
-SHIFT_LIMIT = 2.0  # nats by which the rest may be shifted against the top
+REST = 3  # times K tokens after the top that stand for all others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,23 +271,16 @@ def corrections(
     """Ids [P, K], ascending, of the exact teacher's likeliest tokens, and their offsets in steps [P, K] (see above)."""
     ids, codes = [], []
     for part, states in zip(_chunks(exact), _chunks(coarse), strict=True):
-        right, wrong = target.logits(part), target.logits(states)
-        chosen = right.topk(min(top, right.shape[1]), dim=-1).indices.sort(dim=-1).values
-        offsets = _log_p(right, chosen) - _log_p(wrong, chosen)
-        shift = _log_tail(right, chosen) - _log_tail(wrong, chosen)
-        offsets -= shift.nan_to_num(0.0).clamp(-SHIFT_LIMIT, SHIFT_LIMIT)
+        logits = target.logits(part)
+        # Sorted: the top first, then those that stand for the rest.
+        right, candidates = logits.topk(min((1 + REST) * top, logits.shape[1]), dim=-1)
+        wrong = target.logits_of(states, candidates)
+        shift = (right[:, top:].logsumexp(-1) - wrong[:, top:].logsumexp(-1)).nan_to_num(0.0)
+        offsets = right[:, :top] - wrong[:, :top] - shift[:, None]
+        chosen, order = candidates[:, :top].sort(dim=-1)
         ids.append(chosen)
-        codes.append((offsets * resolution).round().clamp(-LARGEST, LARGEST))
+        codes.append((offsets.gather(1, order) * resolution).round().clamp(-LARGEST, LARGEST))
     return torch.cat(ids), torch.cat(codes)
-
-
-def _log_p(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return logits.gather(1, ids) - logits.logsumexp(-1, keepdim=True)
-
-
-def _log_tail(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """log of the mass outside `ids` [P, 1]."""
-    return logits.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True) - logits.logsumexp(-1, keepdim=True)
 
 
 def _chunks(states: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -1,0 +1,194 @@
+"""Find out on a few conversations what of the target's states is worth keeping, before all of them are captured.
+
+1. Take a share of the conversations, spread evenly, and cache their states exactly.
+2. Train a pilot drafter of each algorithm on them; a drafter sees the states only through its context projection.
+3. A worker turns the pilots' projections into directions, strongest first, for a projected cache to keep.
+4. Where a codec is automatic, it also codes conversations that no pilot has seen with every candidate, measures how far
+   acceptance rates move, and takes the smallest codec within `cache.acceptance_bound`.
+
+`pilot/` holds the exact `cache/`, a folder an algorithm, `directions.safetensors` and `findings.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelines.errors import UserError
+from pipelines.plan import spread
+from pipelines.settings import Settings, settings_from_dict
+from pipelines.stages.build_cache import build, count_directions, plan_cache
+from pipelines.stages.capture import DIRECTIONS, CaptureWorker, Conversation
+from pipelines.stages.train import HOW_AND_NOT_WHAT, count_steps, train_on, weights_identity
+from pipelines.stages.workers import on_pool, session
+from pipelines.target_facts import examine_target
+from storage.filesystems import Folder
+from storage.target_cache import CodecSpec, TargetCache, is_finished
+
+if TYPE_CHECKING:
+    from pipelines.progress import Reporter
+    from pipelines.run import Run
+
+FINDINGS = "findings.json"
+EXACT = {part: CodecSpec(name="bf16") for part in ("features", "teacher")}
+JUDGED_TOKENS = 8192  # tokens that the candidates are judged on
+KEPT_DIRECTIONS = 3.0  # hidden sizes
+DIRECTION_TOKENS = 16_384  # tokens that the directions' statistics come from
+
+
+def pilot_settings(settings: Settings, algorithm: str) -> Settings:
+    """The run's settings for a pilot of this algorithm, its own loss and parts where it is not the drafter's."""
+    values = settings.to_dict()
+    train, pilot = values["train"], settings.pilot
+    if algorithm != settings.drafter.algorithm:
+        train.pop("loss")
+        drafter = values["drafter"]
+        drafter["algorithm"] = algorithm
+        if algorithm == "eagle3":
+            drafter["num_draft_layers"] = 1
+        if drafter["initial_weights"] not in ("random", "target"):
+            drafter["initial_weights"] = "target"
+    train |= {"held_out_rows": 0, "epochs": pilot.epochs or settings.train.epochs}
+    train["max_steps"] = pilot.max_steps or settings.train.max_steps
+    return settings_from_dict(values)
+
+
+def algorithms_of(settings: Settings) -> tuple[str, ...]:
+    """Whose pilots are trained; none for a cache whose features are kept whole."""
+    if not settings.cache.trains_pilot:
+        return ()
+    return settings.pilot.algorithms or (settings.drafter.algorithm,)
+
+
+def identity(settings: Settings, run: Run) -> dict[str, Any]:
+    """The sample, everything that decides a pilot's steps, and what is chosen by which bound."""
+    facts, cache = examine_target(settings), settings.cache
+    pilots = {}
+    for algorithm in algorithms_of(settings):
+        of = pilot_settings(settings, algorithm)
+        pilots[algorithm] = {
+            "contract": facts.contract(of, with_block=True),
+            "drafter": of.drafter.model_dump(mode="json"),
+            "initial_weights": weights_identity(of.drafter.initial_weights),
+            "train": of.train.model_dump(mode="json", exclude=set(HOW_AND_NOT_WHAT)),
+        }
+    fields: dict[str, Any] = {
+        "contract": facts.contract(settings, with_block=False),
+        "dtype": settings.target.dtype,
+        "max_length": cache.max_length,
+        "sample": {"share": settings.pilot.share, "max_tokens": settings.pilot.max_tokens},
+        "pilots": pilots,
+        "prior": settings.pilot.prior,
+        "seed": settings.run.seed,
+    }
+    automatic = [part for part in ("features", "teacher") if getattr(cache, f"{part}_codec") == "auto"]
+    if automatic:
+        fields["automatic"] = {"codecs": automatic, "bound": cache.acceptance_bound, "temperature": cache.temperature}
+    return fields
+
+
+def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
+    """Make `pilot/`."""
+    facts = examine_target(settings)
+    root, conversations = run.location("pilot"), Folder(run.location("regenerate"))
+    inputs = {"regenerate": run.identity("regenerate")}
+    every, _ = plan_cache(settings, facts, conversations, EXACT, inputs)
+    sample = _sample(settings, every)
+    seen = {row.sample_id for row in sample}
+    steps, lengths = {}, {}
+    with session(settings, root):
+        if algorithms_of(settings):
+            cache = f"{root}/cache"
+            if not is_finished(cache):
+                rows, plan = plan_cache(settings, facts, conversations, EXACT, inputs, choose=lambda _: list(sample))
+                build(settings, facts, cache, rows, plan, reporter)
+            for algorithm in algorithms_of(settings):
+                of, output = pilot_settings(settings, algorithm), Path(run.directory.path("pilot"), algorithm)
+                steps[algorithm] = count_steps(of, len(sample))
+                if not Folder(output).exists("final/model.safetensors"):
+                    log = train_on(of, facts, cache, output, reporter, name=f"{algorithm} pilot")
+                    lengths[algorithm] = log[-1].get("tau_probabilistic")
+        unseen = [row for row in every if row.sample_id not in seen] or list(sample)
+        judged = spread(unseen, max(2, JUDGED_TOKENS * len(unseen) // sum(len(row.input_ids) for row in unseen)))
+        found: dict[str, Any] = {}
+        on_pool(
+            settings,
+            partial(PilotWorker, settings, facts, root),
+            [FindUnit(judged=tuple(judged), sample=tuple(sample))],
+            workers=1,
+            on_result=lambda unit, result: found.update(result),
+            unit_name=lambda unit: "directions and candidates",
+        )
+    Folder(root).write(FINDINGS, json.dumps(found, indent=1).encode())
+    return {
+        "conversations": len(sample),
+        "tokens": sum(len(row.input_ids) for row in sample),
+        "steps": steps,
+        "expected_accepted_length": lengths,
+        **found,
+    }
+
+
+def _sample(settings: Settings, rows: Sequence[Conversation]) -> list[Conversation]:
+    """The share of the conversations that the pilot works on."""
+    wanted = settings.pilot
+    tokens = sum(len(row.input_ids) for row in rows)
+    share = min(wanted.share, wanted.max_tokens / tokens)
+    sample = spread(rows, max(1, round(share * len(rows))))
+    if algorithms_of(settings) and len(sample) < 2:
+        raise UserError(
+            f"pilot.share={wanted.share} of {len(rows)} conversations is {len(sample)}: raise it, or set "
+            "cache.features_codec to a codec without a pilot (transform, int8, bf16)"
+        )
+    return sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindUnit:
+    """Conversations to judge candidates on, and those that the pilots were trained on."""
+
+    judged: tuple[Conversation, ...]
+    sample: tuple[Conversation, ...]
+
+
+class PilotWorker(CaptureWorker):
+    """Holds the target; `root` is the pilot's folder."""
+
+    def run(self, unit: Any) -> dict[str, Any]:
+        from pipelines.stages.pilot_candidates import choose
+
+        drafters = self._drafters()
+        if drafters:
+            self._write_directions(unit, drafters)
+        wanted = self.settings.cache
+        parts = [part for part in ("features", "teacher") if getattr(wanted, f"{part}_codec") == "auto"]
+        return choose(self, unit.judged, drafters, parts) if parts else {}
+
+    def _drafters(self) -> dict[str, Any]:
+        from dspark.drafter import load_drafter
+
+        folder = Folder(self.root)
+        return {
+            algorithm: load_drafter(folder.full(f"{algorithm}/final"), device=self.target.device, dtype="float32")
+            for algorithm in algorithms_of(self.settings)
+        }
+
+    def _write_directions(self, unit: FindUnit, drafters: dict[str, Any]) -> None:
+        from safetensors.torch import save
+
+        from storage.codecs.directions import reader_directions
+
+        cache = TargetCache.open(f"{self.root}/cache")
+        step = max(1, sum(len(row.input_ids) for row in unit.sample) // DIRECTION_TOKENS)
+        sample = [(cache.row(index).features.float(), True) for index in range(0, len(cache), step)]
+        # More than the cache asks for: another number then needs no other pilot.
+        kept = max(KEPT_DIRECTIONS, self.settings.cache.directions)
+        count = count_directions(examine_target(self.settings), kept)
+        projection, shares = reader_directions(
+            [drafter.fc.weight for drafter in drafters.values()], sample, count, prior=self.settings.pilot.prior
+        )
+        Folder(self.root).write(DIRECTIONS, save({"projection": projection, "shares": shares}))

@@ -1,0 +1,182 @@
+"""Candidates of an automatic cache: what each codec costs and how far it moves acceptance rates, and the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dspark.anchors import draw_anchors, supervised_mask
+from dspark.losses import LossConfig, fused_loss
+from dspark.packing import DenseTeacher, PackedBatch, Sample, pack
+from dspark.target import TargetError
+from pipelines.errors import UserError
+from pipelines.stages.capture import read_directions, teacher_row
+from storage.codecs import Codec, CodecSpec, TeacherRow, fit_codec, fit_teacher, measure
+
+if TYPE_CHECKING:
+    from pipelines.stages.capture import Conversation
+    from pipelines.stages.pilot import PilotWorker
+
+ANCHORS = 16  # of a judged conversation
+TEACHERS = (
+    CodecSpec(name="corrected", settings={"step": 0.0625, "top": 8}),
+    CodecSpec(name="corrected"),
+    CodecSpec(name="corrected", settings={"step": 0.03, "top": 16}),
+    CodecSpec(name="recomputed"),
+    CodecSpec(name="sparse", settings={"top": 32}),
+    CodecSpec(name="sparse", settings={"top": 128}),
+    CodecSpec(name="transform", settings={"step": 0.0625}),
+    CodecSpec(name="int8"),
+    CodecSpec(name="bf16-planes"),
+)
+
+
+def feature_candidates(hidden_size: int, directions: int) -> list[CodecSpec]:
+    """Projected ones at several widths, then those that serve any drafter."""
+    widths = sorted({min(directions, round(times * hidden_size)) for times in (1.0, 1.5, 2.0)})
+    projected = [CodecSpec(name="projected", settings={"directions": width}) for width in widths]
+    transform = [CodecSpec(name="transform", settings={"step": step, "output": "coordinates"}) for step in (0.5, 0.25)]
+    return [*projected, *transform, CodecSpec(name="int8"), CodecSpec(name="bf16-planes")]
+
+
+def choose(
+    worker: PilotWorker, conversations: Sequence[Conversation], drafters: Mapping[str, Any], parts: Sequence[str]
+) -> dict[str, Any]:
+    """Measure the candidates of these parts; `chosen` codecs and the `measured` figures of all of them.
+
+    Raises UserError when the pilots give no way to judge features, or when no candidate stays within the bound.
+    """
+    wanted = worker.settings.cache
+    rows = [teacher_row(row) for row in worker.capture(conversations)]
+    fitting, judged = rows[::2], rows[1::2] or rows
+    measured: dict[str, list[dict[str, Any]]] = {}
+    if "teacher" in parts:
+        measured["teacher"] = list(_teachers(worker, rows))
+    if "features" in parts:
+        judge = FeatureJudge(worker, conversations[1::2] or conversations, judged, drafters)
+        measured["features"] = list(_features(worker, fitting, judged, judge))
+    chosen = {}
+    for part, found in measured.items():
+        within = [entry for entry in found if entry["error"] <= wanted.acceptance_bound]
+        if not within:
+            raise UserError(
+                f"no codec of the {part} keeps acceptance rates within cache.acceptance_bound="
+                f"{wanted.acceptance_bound:g}; the best moves them by {min(entry['error'] for entry in found):.4f}: "
+                f"raise the bound, or name a codec in cache.{part}_codec"
+            )
+        best = min(within, key=lambda entry: entry["bytes_per_token"])
+        chosen[part] = {"name": best["name"], "settings": best["settings"]}
+    return {"chosen": chosen, "measured": measured}
+
+
+def _teachers(worker: PilotWorker, rows: Sequence[TeacherRow]) -> Any:
+    for spec in TEACHERS:
+        try:
+            parts = worker.parts_for(spec.name)
+        except TargetError:
+            continue  # the target's upper layers do not run alone
+        codec = fit_teacher(
+            spec,
+            rows,
+            width=worker.target.hidden_size,
+            target=parts,
+            temperature=worker.settings.cache.temperature,
+        )
+        yield _entry(spec, codec.measured["bytes_per_token"], codec.measured["acceptance"])
+
+
+def _features(
+    worker: PilotWorker, fitting: Sequence[TeacherRow], judged: Sequence[TeacherRow], judge: FeatureJudge
+) -> Any:
+    projection = read_directions(worker.root)
+    layers, hidden = len(worker.target.layer_ids), worker.target.hidden_size
+    for spec in feature_candidates(hidden, len(projection)):
+        codec = fit_codec(
+            spec,
+            [(row.features, True) for row in fitting],
+            width=layers * hidden,
+            layers=layers,
+            tensors={"projection": projection} if spec.name == "projected" else None,
+        )
+        size = measure(codec, [(row.features, True) for row in judged], layers=layers)["bytes_per_token"]
+        yield _entry(spec, size, judge.error(codec))
+
+
+def _entry(spec: CodecSpec, size: float, error: Mapping[str, float]) -> dict[str, Any]:
+    return {**spec.to_dict(), "bytes_per_token": size, **error}
+
+
+class FeatureJudge:
+    """How far the acceptance rates of the pilots move when they read coded features in place of exact ones.
+
+    They were trained on exact ones; a drafter trained on the coded features has the chance to do better.
+    """
+
+    def __init__(
+        self,
+        worker: PilotWorker,
+        conversations: Sequence[Conversation],
+        rows: Sequence[TeacherRow],
+        drafters: Mapping[str, Any],
+    ) -> None:
+        self._rows = rows
+        self._drafters = drafters
+        self._batches = {name: self._pack(worker, conversations, drafter) for name, drafter in drafters.items()}
+        self._exact = {name: self._rates(name, list(batches)) for name, batches in self._batches.items()}
+
+    def error(self, codec: Codec) -> dict[str, float]:
+        """`error`: mean over conversations of how far the mean acceptance rate moves; `loss`: of how far it falls.
+
+        The largest of the pilots'.
+        """
+        found = []
+        for name, batches in self._batches.items():
+            coded = self._rates(name, [self._recode(batch, codec) for batch in batches])
+            moved = self._exact[name] - coded
+            found.append((float(moved.abs().mean()), float(moved.mean())))
+        error, loss = max(found)
+        return {"error": float(f"{error:.4g}"), "loss": float(f"{loss:.4g}")}
+
+    def _pack(self, worker: PilotWorker, conversations: Sequence[Conversation], drafter: Any) -> list[PackedBatch]:
+        batches = []
+        for conversation, row in zip(conversations, self._rows, strict=True):
+            mask = supervised_mask(conversation.spans, len(conversation.input_ids))
+            anchors = draw_anchors(
+                mask, ANCHORS, seed=worker.settings.run.seed, epoch=0, sample_id=conversation.sample_id
+            )
+            if not len(anchors):
+                continue
+            positions = torch.from_numpy(row.positions)
+            sample = Sample(
+                sample_id=conversation.sample_id,
+                input_ids=torch.tensor(conversation.input_ids),
+                spans=conversation.spans,
+                features=row.features.float(),
+                teacher_positions=positions,
+                teacher=DenseTeacher(states=row.last[positions].float()),
+            )
+            batches.append(pack([sample], [anchors], drafter.block_size).to(worker.target.device))
+        return batches
+
+    @torch.no_grad()
+    def _rates(self, name: str, batches: Sequence[PackedBatch]) -> torch.Tensor:
+        """Mean acceptance rate of each conversation."""
+        drafter, rates = self._drafters[name], []
+        for batch in batches:
+            result = fused_loss(drafter, drafter.block_states(batch), batch, LossConfig(confidence=0.0))
+            total = sum(value for key, value in result.sums.items() if key.startswith("acceptance@"))
+            rates.append(total / max(result.sums["slots"], 1))
+        return torch.tensor(rates)
+
+    @staticmethod
+    def _recode(batch: PackedBatch, codec: Codec) -> PackedBatch:
+        """The batch with its features as a reader of the cache gets them, coordinates turned back into states."""
+        device = batch.features.device
+        payload = codec.encode(batch.features.cpu(), first=True)
+        coded = codec.decode(payload, len(batch.features), dtype=torch.float32)
+        if codec.lift is not None:
+            coded = coded @ codec.lift.float().t()
+        return replace(batch, features=coded.to(device))

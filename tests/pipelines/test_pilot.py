@@ -1,0 +1,122 @@
+"""The pilot as part of a run: it runs by itself, decides what the cache keeps, and belongs to the cache's identity."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from whole_run import write_config
+
+from pipelines.errors import UserError
+from pipelines.progress import Reporter
+from pipelines.run import Run, run_stages
+from pipelines.settings import Settings, load_settings
+from pipelines.stages.pilot import pilot_settings
+from storage.target_cache import TargetCache
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+CACHE = ["pilot", "cache"]
+
+
+def settings_for(folder: Path, toy_folder: Path, **sections: dict[str, Any]) -> Settings:
+    """A toy run with two captured layers, whose prompts and settings lie in `folder`."""
+    path = write_config(folder, toy_folder)
+    values = yaml.safe_load(path.read_text())
+    values["drafter"]["target_layer_ids"] = [-1, 0]
+    for name, changes in sections.items():
+        values.setdefault(name, {}).update(changes)
+    path.write_text(yaml.safe_dump(values))
+    return load_settings(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pilot")
+
+
+def run(settings: Settings, stages: list[str], **options: Any) -> dict[str, Any]:
+    return {outcome.stage: outcome for outcome in run_stages(settings, Reporter(quiet=True), only=stages, **options)}
+
+
+PROJECTED = {"features_codec": "projected", "teacher_codec": "corrected", "directions": 0.75}
+PILOT = {"share": 0.5, "max_steps": 3, "algorithms": ["dspark", "eagle3"]}
+
+
+def test_a_projected_cache_is_made_and_trained_from(folder: Path, toy_folder: Path) -> None:
+    settings = settings_for(folder, toy_folder, cache=PROJECTED, pilot=PILOT)
+    done = run(settings, ["regenerate", *CACHE, "train"])
+    assert {name: outcome.state for name, outcome in done.items()} == dict.fromkeys(
+        ("regenerate", "pilot", "cache", "train"), "done"
+    )
+    assert done["pilot"].result["steps"] == {"dspark": 3, "eagle3": 3}
+    root = Path(settings.run.directory)
+    cache = TargetCache.open(root / "cache")
+    kept = load_file(root / "pilot" / "directions.safetensors")
+    assert cache.projection is not None
+    assert torch.equal(cache.projection, kept["projection"][:48])  # three quarters of 64
+    row = cache.row(0)
+    assert row.features.shape[1] == 48
+    assert row.teacher is not None
+    assert row.teacher.top_ids is not None
+    measured = cache.manifest["codecs"]["teacher"]["measured"]
+    assert measured["acceptance"]["bound"] <= 0.5
+    drafter = load_file(root / "checkpoints" / "final" / "model.safetensors")
+    assert drafter["fc.weight"].shape == (64, 128)  # as if it had been trained on the captured states
+    rank = torch.linalg.matrix_rank(drafter["fc.weight"].double(), rtol=1e-5)
+    assert rank <= 48
+    again = run(settings, ["regenerate", *CACHE, "train"])
+    assert {outcome.state for outcome in again.values()} == {"skipped"}
+
+
+def test_another_pilot_is_another_cache(folder: Path, toy_folder: Path) -> None:
+    settings = settings_for(folder, toy_folder, cache=PROJECTED, pilot={**PILOT, "prior": 0.5})
+    with pytest.raises(UserError, match="prior"):
+        run(settings, CACHE)
+    changed, plain = Run(settings), Run(settings_for(folder, toy_folder))
+    before = Run(settings_for(folder, toy_folder, cache=PROJECTED, pilot=PILOT))
+    assert changed.identity("cache") != before.identity("cache")
+    assert "pilot" not in plain.stages
+    wider = Run(settings_for(folder, toy_folder, cache={**PROJECTED, "directions": 1.0}, pilot=PILOT))
+    assert wider.identity("pilot") == before.identity("pilot")
+    assert wider.identity("cache") != before.identity("cache")
+
+
+def test_an_eagle3_drafter_is_trained_from_the_same_cache(folder: Path, toy_folder: Path) -> None:
+    """Both pilots had their say in the directions, so the cache is the same one for either drafter."""
+    settings = settings_for(folder, toy_folder, cache=PROJECTED, pilot=PILOT)
+    other = pilot_settings(settings, "eagle3")
+    assert other.drafter.algorithm == "eagle3"
+    assert other.train.loss.soft_ce == 1.0
+    assert settings.train.loss.soft_ce == 0.0
+
+
+def test_automatic_codecs_stay_within_the_bound(folder: Path, toy_folder: Path, tmp_path: Path) -> None:
+    settings = settings_for(
+        folder,
+        toy_folder,
+        cache={"features_codec": "auto", "teacher_codec": "auto", "acceptance_bound": 0.02},
+        pilot={"share": 0.5, "max_steps": 3},
+    )
+    done = run(settings, CACHE, redo=True)
+    found = done["pilot"].result
+    for part in ("features", "teacher"):
+        within = [entry for entry in found["measured"][part] if entry["error"] <= 0.02]
+        smallest = min(within, key=lambda entry: entry["bytes_per_token"])
+        assert found["chosen"][part]["name"] == smallest["name"]
+        assert done["cache"].result["codecs"][part]["name"] == smallest["name"]
+    findings = json.loads((Path(settings.run.directory) / "pilot" / "findings.json").read_text())
+    assert findings["chosen"] == found["chosen"]
+
+
+def test_a_bound_that_nothing_meets_is_refused(folder: Path, toy_folder: Path) -> None:
+    settings = settings_for(
+        folder, toy_folder, cache={"features_codec": "bf16", "teacher_codec": "auto", "acceptance_bound": 1e-9}
+    )
+    with pytest.raises(Exception, match=r"acceptance_bound=1e-09"):
+        run(settings, CACHE, redo=True)
