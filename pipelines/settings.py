@@ -192,7 +192,8 @@ class CalibrateSettings(Section):
 
     # temperature: the paper's sequential temperature scaling; affine: a shift a slot as well
     method: Literal["temperature", "affine"] = "temperature"
-    temperatures: Annotated[tuple[NonNegative, ...], Field(min_length=1)] = (1.0,)  # of the decodings
+    # Of the decodings. Sampled text is read with the nearest table; greedy text only with one of temperature 0.
+    temperatures: Annotated[tuple[NonNegative, ...], Field(min_length=1)] = (1.0,)
     seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0,)  # above temperature 0
     max_new_tokens: Positive = 2048
     rows: Positive = 16

@@ -82,10 +82,16 @@ def finite(values: Any) -> list[float | None]:
     return [float(value) if value == value else None for value in values]
 
 
-def table_for(record: Record, temperature: float) -> Mapping[str, Any]:
-    """The table fitted at the decoding temperature nearest to this one."""
-    tables: Sequence[Mapping[str, Any]] = record.get("tables") or [record]
-    return min(tables, key=lambda table: abs(float(table.get("temperature", 1.0)) - temperature))
+def table_for(record: Record, temperature: float) -> Mapping[str, Any] | None:
+    """The table fitted at the decoding temperature nearest to this one; None when there is none of its kind.
+
+    Greedy text and sampled text are of two kinds: what is accepted in one says little of the other, and a table of the
+    wrong kind makes confidences worse.
+    """
+    if "tables" not in record:
+        return record
+    alike = [table for table in record["tables"] if (table["temperature"] > 0) == (temperature > 0)]
+    return min(alike, key=lambda table: abs(float(table["temperature"]) - temperature), default=None)
 
 
 def slot_calibration(record: Record | None, temperature: float) -> SlotCalibration | None:
@@ -93,6 +99,8 @@ def slot_calibration(record: Record | None, temperature: float) -> SlotCalibrati
     if not record or record.get("temperatures") is None:
         return None
     table = table_for(record, temperature)
+    if table is None:
+        return None
     if record.get("method") == "affine":
         return SlotCalibration(tuple(table["affine"]["temperatures"]), tuple(table["affine"]["shifts"]))
     return SlotCalibration(tuple(table["temperatures"]))
@@ -101,12 +109,15 @@ def slot_calibration(record: Record | None, temperature: float) -> SlotCalibrati
 def compared(table: RoundTable, domains: np.ndarray, record: Record, temperature: float) -> list[dict[str, Any]]:
     """Every variant of the record on rounds that it was not fitted on: mean over slots of ECE, Brier and AUROC.
 
-    domains [R] are those of the rounds; a domain that was not calibrated has the table of all.
+    domains [R] are those of the rounds; a domain that was not calibrated has the table of all. Uncalibrated confidences
+    are always among them.
     """
     fitted = table_for(record, temperature)
     logits = table.confidence_logits
-    survivals: dict[str, Floats] = {"none": survival(logits), "temperature": survival(logits, fitted["temperatures"])}
-    if "affine" in fitted:
+    survivals: dict[str, Floats] = {"none": survival(logits)}
+    if fitted is not None:
+        survivals["temperature"] = survival(logits, fitted["temperatures"])
+    if fitted is not None and "affine" in fitted:
         affine = SlotCalibration(tuple(fitted["affine"]["temperatures"]), tuple(fitted["affine"]["shifts"]))
         steps = tuple(StepFunction(np.array(step["x"]), np.array(step["y"])) for step in fitted["isotonic"])
         survivals |= {"affine": affine.survival(logits), "isotonic": IsotonicCalibration(steps).survival(logits)}

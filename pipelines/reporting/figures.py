@@ -201,9 +201,7 @@ def confidence(events: pa.Table, calibration: Mapping[str, Any] | None) -> list[
         after = table if used is None else replace(table, confidence_logits=used.logits(table.confidence_logits))
         for moment, seen in (("before", table), ("after", after)):
             record |= _quality(seen, moment)
-        record["methods"] = (
-            [] if not calibration or used is None else compared(table, rows["domain"], calibration, temperature)
-        )
+        record["methods"] = compared(table, rows["domain"], calibration, temperature) if calibration else []
         record["thresholds"] = _sweep(after)
         records.append(record)
     return records

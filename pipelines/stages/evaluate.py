@@ -76,7 +76,8 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     plan = replace(plan, costs=find_step_costs(plan, reporter))
     units = []
     for temperature in wanted.temperatures:
-        for seed in wanted.seeds:
+        # Greedy answers are the same whatever the seed.
+        for seed in wanted.seeds if temperature > 0 else wanted.seeds[:1]:
             for variant, policy in decodings(settings):
                 units += cut(
                     prompts,

@@ -73,7 +73,7 @@ def main() -> int:
         "sequences": options.sequences,
         "tokens_a_sequence": LENGTH,
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
+        "command": f"python tests/dspark/lossless_evidence.py --sequences {options.sequences}",
         **code_revision(),
         "rows": rows,
         "not_as_expected": wrong,

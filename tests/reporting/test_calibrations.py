@@ -64,9 +64,12 @@ def test_a_decoding_has_the_table_of_the_nearest_temperature(record: dict[str, A
     both = {**record, "tables": [cold, record["tables"][0]]}
     assert table_for(both, 0.0) is cold
     assert table_for(both, 0.7) is record["tables"][0]
-    found = slot_calibration(both, 0.2)
+    assert table_for(both, 0.2) is record["tables"][0]
+    found = slot_calibration(both, 0.0)
     assert found is not None
     assert found.temperatures == (9.0,) * 7
+    # Greedy text is not calibrated by what was seen of sampled text.
+    assert slot_calibration(record, 0.0) is None
     # A record of one table is its own.
     assert table_for({"temperatures": [1.0]}, 0.3) == {"temperatures": [1.0]}
 
