@@ -26,11 +26,20 @@ from pipelines.run import Run
 from pipelines.settings import Settings
 
 if TYPE_CHECKING:
+    import torch
+
     from dspark.target import Target
+    from pipelines.target_facts import TargetFacts
+    from storage.codecs import Codec, CodecSpec
     from storage.target_cache import CacheRow
 
 SAMPLE_ROWS = 24
-PLANNED_CODECS = ("bf16", "bf16-planes", "int8", "fp8", "transform")
+PLANNED = {
+    "features": ("bf16", "bf16-planes", "int8", "fp8", "transform", "projected"),
+    "teacher": ("bf16", "bf16-planes", "int8", "fp8", "transform", "sparse", "corrected"),
+}
+# What `auto` takes is known after the pilot; these stand for it.
+FOR_AUTO = {"features": "projected", "teacher": "corrected"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +74,9 @@ def make_plan(settings: Settings, reporter: Reporter, *, rows: int = SAMPLE_ROWS
     if len(answers) < 2:
         raise UserError("a plan is measured on two answers at least; give data.train more prompts")
     cache_rows, capture_speed = _capture(settings, target, answers, reporter)
-    codecs = measure_codecs(cache_rows, len(facts.target_layer_ids))
-    stored = _write_sample(settings, cache_rows, len(facts.target_layer_ids), facts.hidden_size)
+    fitting = SampleCodecs(settings, facts, target)
+    codecs = fitting.measure_all(cache_rows)
+    stored = _write_sample(fitting, cache_rows)
     raw = 2 * facts.hidden_size * (len(facts.target_layer_ids) + 1)
     kept = len(recorded) if recorded is not None else len(prompts)
     train = settings.train
@@ -85,7 +95,7 @@ def make_plan(settings: Settings, reporter: Reporter, *, rows: int = SAMPLE_ROWS
         "raw_bytes_per_token": raw,
         "raw_bytes": raw * total_tokens,
         "codecs": codecs,
-        "configured": {"features": settings.cache.features_codec, "teacher": settings.cache.teacher_codec, **stored},
+        "configured": {"features": fitting.spec("features").name, "teacher": fitting.spec("teacher").name, **stored},
         "cache_bytes": round(stored["bytes_per_token"] * total_tokens),
         "free_bytes": Run(settings).directory.folder.free_bytes(),
         "max_bytes": settings.cache.max_bytes,
@@ -185,48 +195,81 @@ def _capture(
     return rows, total / max(seconds, 1e-9)
 
 
-def measure_codecs(rows: Sequence[CacheRow], num_layers: int) -> list[dict[str, Any]]:
-    """Bytes a state and signal-to-noise in dB of each codec, fitted on every other row and measured on the rest."""
-    import torch
+class SampleCodecs:
+    """Codecs fitted on a sample of rows. The directions of a projected one are the sample's principal ones: which they
+    are is known after the pilot, and their number and step decide the size."""
 
-    from storage.codecs import CodecSpec, fit_codec, measure
+    def __init__(self, settings: Settings, facts: TargetFacts, target: Target) -> None:
+        self._settings, self._facts, self._target = settings, facts, target
+        self.layers, self.hidden = len(facts.target_layer_ids), facts.hidden_size
 
-    found = []
-    for name in PLANNED_CODECS:
-        entry: dict[str, Any] = {"codec": name}
-        for part, layers in (("features", num_layers), ("teacher", 1)):
-            sample = [
-                (torch.as_tensor(row.features if part == "features" else row.last).flatten(1), True) for row in rows
-            ]
-            width = sample[0][0].shape[1]
-            codec = fit_codec(CodecSpec(name=name), sample[::2], width=width, layers=layers)
-            measured = measure(codec, sample[1::2], layers=layers)
-            entry[part] = {"bytes": measured["bytes_per_token"], "snr_db": measured.get("snr_db")}
-        found.append(entry)
-    return found
+    def spec(self, part: str, name: str | None = None) -> CodecSpec:
+        """The codec that the settings ask for, or that of the name with its defaults."""
+        from pipelines.stages.build_cache import count_directions
+        from storage.codecs import CodecSpec
+
+        wanted = self._settings.cache
+        configured = getattr(wanted, f"{part}_codec")
+        configured = FOR_AUTO[part] if configured == "auto" else configured
+        options = getattr(wanted, f"{part}_options") if name in (None, configured) else {}
+        if (name or configured) == "projected":
+            options = {"directions": count_directions(self._facts, wanted.directions), **options}
+        return CodecSpec(name=name or configured, settings=options)
+
+    def fit(self, part: str, spec: CodecSpec, rows: Sequence[CacheRow]) -> Codec:
+        from dspark.target_tail import TargetTail
+        from pipelines.stages.capture import teacher_row
+        from storage.codecs import TargetParts, fit_codec, fit_teacher
+        from storage.codecs.directions import reader_directions
+
+        taken = [teacher_row(row) for row in rows]
+        if part == "teacher":
+            target, finish = self._target, None
+            if spec.name == "recomputed":
+                finish = TargetTail(target)
+            head = target.lm_head.weight.detach()
+            parts = TargetParts(head=head, soft_cap=target.final_logit_softcapping, finish=finish)
+            return fit_teacher(spec, taken, width=self.hidden, target=parts)
+        sample = [(row.features.flatten(1), True) for row in taken]
+        tensors: dict[str, torch.Tensor] | None = None
+        if spec.name == "projected":
+            tensors = {"projection": reader_directions([], sample, spec.settings["directions"])[0]}
+        return fit_codec(spec, sample, width=self.layers * self.hidden, layers=self.layers, tensors=tensors)
+
+    def measure_all(self, rows: Sequence[CacheRow]) -> list[dict[str, Any]]:
+        """Of each codec: bytes a token and signal-to-noise in dB of the features, bytes a state of the teacher and the
+        bound on the error of the acceptance rate. Fitted on every other row and measured on the rest."""
+        from pipelines.stages.capture import teacher_row
+        from storage.codecs import measure
+
+        found: dict[str, dict[str, Any]] = {}
+        judged = [(teacher_row(row).features.flatten(1), True) for row in rows[1::2]]
+        for name in PLANNED["features"]:
+            codec = self.fit("features", self.spec("features", name), rows[::2])
+            measured = measure(codec, judged, layers=self.layers)
+            found[name] = {"features": {"bytes": measured["bytes_per_token"], "snr_db": measured.get("snr_db")}}
+        for name in PLANNED["teacher"]:
+            measured = self.fit("teacher", self.spec("teacher", name), rows).measured
+            figures = {"bytes": measured["bytes_per_token"], "bound": measured["acceptance"]["bound"]}
+            found.setdefault(name, {})["teacher"] = figures
+        return [{"codec": name, **parts} for name, parts in found.items()]
 
 
-def _write_sample(settings: Settings, rows: Sequence[CacheRow], num_layers: int, hidden_size: int) -> dict[str, Any]:
+def _write_sample(fitting: SampleCodecs, rows: Sequence[CacheRow]) -> dict[str, Any]:
     """Bytes a token by part, of a cache with the configured codecs that holds the sample."""
-    import torch
-
     from storage import target_cache as caches
 
-    features = caches.CodecSpec(name=settings.cache.features_codec)
-    teacher = caches.CodecSpec(name=settings.cache.teacher_codec)
     plan = caches.CachePlan(
         contract={},
-        num_layers=num_layers,
-        hidden_size=hidden_size,
+        num_layers=fitting.layers,
+        hidden_size=fitting.hidden,
         samples=[(row.sample_id, len(row.input_ids)) for row in rows],
-        features=features,
-        teacher=teacher,
+        features=fitting.spec("features"),
+        teacher=fitting.spec("teacher"),
     )
-    of_features = [(torch.as_tensor(row.features).flatten(1), True) for row in rows]
-    of_teacher = [(torch.as_tensor(row.last), True) for row in rows]
+    assert plan.teacher is not None
     codecs = caches.Codecs(
-        features=caches.fit_codec(features, of_features, width=num_layers * hidden_size, layers=num_layers),
-        teacher=caches.fit_codec(teacher, of_teacher, width=hidden_size),
+        features=fitting.fit("features", plan.features, rows), teacher=fitting.fit("teacher", plan.teacher, rows)
     )
     with tempfile.TemporaryDirectory() as folder:
         caches.create_or_resume(folder, plan, codecs)
@@ -245,14 +288,17 @@ def plan_text(plan: dict[str, Any]) -> str:
         f"{plan['conversations']:,} conversations, {total:,} tokens{doubt}, {plan['tokens_per_row']} a conversation, "
         f"{plan['supervised_share']:.0%} of them answers; measured on {plan['sample_rows']}",
         "",
-        f"{'codec':<12} {'features B/token':>17} {'SNR dB':>7} {'teacher B/state':>16} {'SNR dB':>7}",
+        f"{'codec':<12} {'features B/token':>17} {'SNR dB':>7} {'teacher B/state':>16} {'error':>7}",
     ]
     for entry in plan["codecs"]:
-        cells = [_cell(entry[part][figure]) for part in ("features", "teacher") for figure in ("bytes", "snr_db")]
+        features, teacher = entry.get("features"), entry.get("teacher")
+        cells = ["", ""] if features is None else [_cell(features["bytes"]), _cell(features["snr_db"])]
+        cells += ["", ""] if teacher is None else [_cell(teacher["bytes"]), f"{teacher['bound']:.4f}"]
         lines.append(f"{entry['codec']:<12} {cells[0]:>17} {cells[1]:>7} {cells[2]:>16} {cells[3]:>7}")
     chosen, size = plan["configured"], plan["cache_bytes"]
     parts = ", ".join(f"{name} {count:,.1f}" for name, count in chosen["parts"].items())
     lines += [
+        "error: how far acceptance rates move at most, on average; which coordinates are projected, a pilot chooses",
         "",
         f"reference's raw layout: {raw:,} B/token, {byte_size(plan['raw_bytes'])} in all",
         f"this run ({chosen['features']} features, {chosen['teacher']} teacher): {chosen['bytes_per_token']:,.1f} "

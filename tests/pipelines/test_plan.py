@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from pipelines.plan import PLANNED_CODECS, make_plan, plan_text, spread
+from pipelines.plan import PLANNED, make_plan, plan_text, spread
 from pipelines.progress import Reporter
 from pipelines.run import Run
-from pipelines.settings import CodecName, Settings, settings_from_dict
+from pipelines.settings import FeaturesCodec, Settings, TeacherCodec, settings_from_dict
 from storage.codecs import CODECS
 
 
@@ -34,7 +34,9 @@ def test_a_plan_measures_a_sample_and_scales_it(tmp_path: Path, toy_folder: Path
     assert (plan["prompts"], plan["sample_rows"], plan["train_steps"]) == (20, 6, 6)
     assert plan["raw_bytes_per_token"] == 2 * 64 * 2  # one captured layer and the last state
     by_name = {entry["codec"]: entry for entry in plan["codecs"]}
-    assert set(by_name) == set(PLANNED_CODECS)
+    for part, names in PLANNED.items():
+        assert {name for name, entry in by_name.items() if part in entry} == set(names)
+    assert by_name["bf16"]["teacher"]["bound"] <= by_name["int8"]["teacher"]["bound"] < 0.1
     assert by_name["bf16"]["features"] == {"bytes": 128.0, "snr_db": None}
     assert by_name["int8"]["features"]["bytes"] < 80
     parts = plan["configured"]["parts"]
@@ -66,6 +68,17 @@ def test_spread_takes_from_everywhere() -> None:
     assert spread([1, 2], 5) == [1, 2]
 
 
+@pytest.mark.parametrize("teacher", ["auto", "recomputed"])
+def test_a_plan_knows_what_a_pilot_will_leave(tmp_path: Path, toy_folder: Path, teacher: str) -> None:
+    cache = {"features_codec": "auto", "teacher_codec": teacher, "directions": 0.5, "max_length": 64}
+    plan = make_plan(settings(tmp_path, toy_folder, cache=cache), Reporter(quiet=True), rows=6)
+    configured = plan["configured"]
+    assert configured["features"] == "projected"
+    assert configured["teacher"] == ("corrected" if teacher == "auto" else "recomputed")
+    assert configured["bytes_per_token"] < plan["raw_bytes_per_token"]
+
+
 def test_settings_and_plan_know_codecs_that_exist() -> None:
-    assert set(CodecName.__args__) == set(PLANNED_CODECS)
-    assert set(PLANNED_CODECS) <= set(CODECS)
+    for part, kind in (("features", FeaturesCodec), ("teacher", TeacherCodec)):
+        assert set(kind.__args__) - {"auto"} <= set(CODECS)
+        assert set(PLANNED[part]) <= set(kind.__args__)
