@@ -1,170 +1,356 @@
-"""What each codec keeps of a target's real states, what it costs and how fast it is. Prints tables, judges nothing.
+"""What each codec keeps of a target's real states, what it costs and how fast it is: all of them in one run.
 
 Steps:
-1. Tokenise the text files into sequences and capture their states from the target (or read them from --states).
-2. Fit every codec on the first half of the sequences; measure on the second half.
-3. Print, for features: bytes a token, SNR by layer, encode and decode speed, the time of a 512-token row;
-   for the teacher: bytes a token, total variation against the exact teacher, speeds.
+1. Read a run's recorded conversations and capture their states from its target (kept in --states).
+2. Fit every codec on every other sequence; measure on the rest. Directions of the projected codec come from a trained
+   pilot (--pilot, a published drafter's folder).
+3. Print for features and teacher bytes a token, signal-to-noise by layer, how far acceptance rates move, and speeds;
+   then whole caches: bytes by part and the time of a random row; then what capturing and encoding cost on top of the
+   target's forward pass. With --output everything as JSON too.
 
-Speeds are bf16-equivalent MB/s (2 bytes for each captured value) of one core.
-Run: python benchmarks/cache.py --target MODEL_FOLDER --text FILE [FILE ...] [--states STATES.pt]
+The reference's raw layout is bf16; fp8 stands beside it. Speeds are bf16-equivalent MB/s (2 bytes for each captured
+value) of CPU time on one core, the best of several: on a shared machine the clock on the wall measures the neighbours.
+
+    python benchmarks/cache.py SETTINGS.yaml --pilot DRAFTER [--states STATES.safetensors] [--output OUT.json]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
-from storage.codecs import Codec, CodecSpec, fit_codec
-from storage.codecs.measure import acceptance_error, snr_db
-from storage.codecs.transform import head_metric
+from dspark.drafter import load_drafter
+from dspark.target_tail import TargetTail
+from pipelines.data.chat import generated_sample
+from pipelines.settings import Settings, load_settings
+from pipelines.stages.capture import CaptureWorker, Conversation, teacher_row
+from pipelines.stages.pilot_candidates import FeatureJudge
+from pipelines.stages.regenerate import read_conversations
+from pipelines.stages.workers import open_target
+from pipelines.target_facts import TargetFacts, examine_target
+from storage.codecs import Codec, CodecSpec, TargetParts, TeacherRow, fit_codec, fit_teacher, measure
+from storage.codecs.directions import reader_directions
+from storage.filesystems import Folder
+from storage.target_cache import CachePlan, CacheRow, Codecs, TargetCache, create_or_resume, finish, write_unit
 
 ROW = 512
 FEATURES: list[tuple[str, dict[str, Any]]] = [
     ("bf16", {}),
-    ("bf16-planes", {}),
     ("fp8", {}),
+    ("bf16-planes", {}),
     ("int8", {}),
     ("transform", {"step": 0.25, "decorrelate": "none"}),
-    ("transform", {"step": 0.5, "decorrelate": "none"}),
     ("transform", {"step": 0.5, "decorrelate": "layer"}),
-    ("transform", {"step": 0.25, "decorrelate": "joint"}),
-    ("transform", {"step": 0.5, "decorrelate": "joint"}),
-    ("transform", {"step": 0.5, "decorrelate": "joint", "output": "coordinates"}),
-    ("transform", {"step": 1.0, "decorrelate": "joint"}),
-    ("transform", {"step": 0.5, "decorrelate": "joint", "metric": "raw"}),
-    ("transform", {"step": 1.0, "decorrelate": "joint", "metric": "raw"}),
-    ("projected", {"step": 0.5}),
+    ("transform", {"step": 0.25}),
+    ("transform", {"step": 0.5}),
+    ("transform", {"step": 0.5, "output": "coordinates"}),
+    ("transform", {"step": 1.0, "output": "coordinates"}),
+    ("projected", {"width": 2.0}),
+    ("projected", {"width": 1.5}),
+    ("projected", {"width": 1.0}),
+    ("projected", {"width": 0.5, "step": 0.25}),
 ]
 TEACHER: list[tuple[str, dict[str, Any]]] = [
     ("bf16", {}),
     ("fp8", {}),
+    ("bf16-planes", {}),
     ("int8", {}),
-    ("transform", {"step": 0.0625, "decorrelate": "none"}),
-    ("transform", {"step": 0.125, "decorrelate": "none"}),
-    ("transform", {"step": 0.125, "decorrelate": "joint"}),
-    ("transform", {"step": 0.0625, "decorrelate": "joint"}),
-    ("transform", {"step": 0.01, "decorrelate": "joint", "metric": "given"}),
-    ("transform", {"step": 0.02, "decorrelate": "joint", "metric": "given"}),
-    ("transform", {"step": 0.04, "decorrelate": "joint", "metric": "given"}),
+    ("transform", {"step": 0.0625}),
+    ("transform", {"step": 0.125}),
+    ("corrected", {"step": 0.03}),
+    ("corrected", {}),
+    ("corrected", {"step": 0.0625, "top": 8}),
+    ("recomputed", {}),
+    ("sparse", {"top": 16}),
+    ("sparse", {"top": 128}),
 ]
+# Codecs of a whole cache: features and teacher.
+CACHES: dict[str, tuple[tuple[str, dict[str, Any]], tuple[str, dict[str, Any]]]] = {
+    "raw (bf16)": (("bf16", {}), ("bf16", {})),
+    "fp8": (("fp8", {}), ("fp8", {})),
+    "int8": (("int8", {}), ("int8", {})),
+    "any drafter": (("transform", {"step": 0.5, "output": "coordinates"}), ("corrected", {})),
+    "default": (("projected", {"width": 1.5}), ("corrected", {})),
+    "small": (("projected", {"width": 1.0}), ("corrected", {"step": 0.0625, "top": 8})),
+}
 
 
-def capture(target_path: str, files: Sequence[str], *, tokens: int, length: int) -> dict[str, Any]:
-    """States of the first `tokens` tokens of the files, in sequences of `length`."""
-    from dspark.target import Target
+class Bench:
+    """States, target and pilot that everything is measured on."""
 
-    target = Target.open(target_path)
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    ids = [i for file in files for i in target.tokenizer(Path(file).read_text())["input_ids"]][:tokens]
-    with torch.no_grad():
-        for start in range(0, len(ids) - 1, length - 1):
-            row = torch.tensor([[target.tokenizer.bos_token_id or ids[0], *ids[start : start + length - 1]]])
-            captured = target.capture(row)
-            found.append((captured.features[0].bfloat16(), captured.last[0].bfloat16()))
-    layers = found[0][0].shape[1] // found[0][1].shape[1]
-    return {"sequences": found, "head": target.lm_head.weight.detach().bfloat16(), "layers": layers}
+    def __init__(self, settings: Settings, states: Path | None, pilot: Path, rows: int) -> None:
+        self.settings: Settings = settings
+        self.facts: TargetFacts = examine_target(settings)
+        self.target = open_target(settings, self.facts)
+        self.layers, self.hidden = len(self.facts.target_layer_ids), self.facts.hidden_size
+        self.drafter = load_drafter(pilot, dtype="float32")
+        self.conversations = self._conversations(rows)
+        self.rows = self._states(states)
+        self.fitting, self.judged = self.rows[::2], self.rows[1::2]
+        self.parts = TargetParts(
+            head=self.target.lm_head.weight.detach(),
+            soft_cap=self.target.final_logit_softcapping,
+            finish=TargetTail(self.target),
+        )
+        sample = [(row.features.float(), True) for row in self.fitting]
+        self.directions, _ = reader_directions([self.drafter.fc.weight.detach()], sample, 2 * self.hidden)
+        self.long_row = torch.cat([row.features[1:] for row in self.judged])[:ROW].contiguous()
+
+    def _conversations(self, count: int) -> list[Conversation]:
+        found = []
+        recorded = list(read_conversations(Folder(f"{self.settings.run.directory}/conversations")))
+        for row in recorded[:: max(1, len(recorded) // count)]:
+            ids, spans = generated_sample(row["prompt_ids"], row["response_ids"], self.settings.cache.max_length)
+            found.append(Conversation(sample_id=str(row["id"]), input_ids=ids, spans=spans, extra={}))
+        return found
+
+    def _states(self, path: Path | None) -> list[TeacherRow]:
+        """Captured rows; from the file where it holds them."""
+        worker = object.__new__(CaptureWorker)
+        worker.settings, worker.target = self.settings, self.target
+        if path is None or not path.exists():
+            rows = {row.sample_id: row for row in worker.capture(self.conversations)}
+            tensors = {}
+            for row in rows.values():
+                tensors[f"features/{row.sample_id}"], tensors[f"last/{row.sample_id}"] = row.features, row.last
+            if path is None:
+                return [teacher_row(rows[c.sample_id]) for c in self.conversations]
+            save_file(tensors, path)
+        tensors = load_file(path)
+        return [teacher_row(self.cache_row(c, tensors)) for c in self.conversations]
+
+    @staticmethod
+    def cache_row(conversation: Conversation, tensors: dict[str, torch.Tensor]) -> CacheRow:
+        return CacheRow(
+            sample_id=conversation.sample_id,
+            input_ids=conversation.input_ids,
+            spans=conversation.spans,
+            features=tensors[f"features/{conversation.sample_id}"],
+            last=tensors[f"last/{conversation.sample_id}"],
+        )
+
+    def fit_features(self, name: str, options: dict[str, Any]) -> Codec:
+        tensors, settings = None, dict(options)
+        if name == "projected":
+            settings["directions"] = round(settings.pop("width") * self.hidden)
+            tensors = {"projection": self.directions}
+        return fit_codec(
+            CodecSpec(name=name, settings=settings),
+            [(row.features, True) for row in self.fitting],
+            width=self.layers * self.hidden,
+            layers=self.layers,
+            tensors=tensors,
+        )
+
+    def fit_teacher(self, name: str, options: dict[str, Any]) -> Codec:
+        return fit_teacher(
+            CodecSpec(name=name, settings=options), self.rows, width=self.hidden, target=self.parts, temperature=1.0
+        )
 
 
-def best_time(function: Callable[[], object], repeats: int = 5) -> float:
-    """Seconds, the best of several."""
+def cpu_seconds(function: Callable[[], object], repeats: int = 5) -> float:
+    """CPU seconds, the best of several."""
+    function()
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.process_time()
         function()
-        times.append(time.perf_counter() - start)
-    return min(times)
+        times.append(time.process_time() - start)
+    return max(min(times), 1e-9)
 
 
-def label(name: str, settings: dict[str, Any]) -> str:
-    return " ".join([name, *(str(value) for value in settings.values())])
+def label(name: str, options: dict[str, Any]) -> str:
+    return " ".join([name, *(f"{key}={value}" for key, value in options.items())])
 
 
-def speeds(codec: Codec, values: torch.Tensor) -> tuple[float, float, float]:
-    """Encode and decode MB/s, and decode milliseconds, of a row of ROW tokens."""
-    row = values[1:].repeat(-(-ROW // (len(values) - 1)), 1)[:ROW]
-    megabytes = 2 * row.numel() / 1e6
-    payload = codec.encode(row)
-    decode = best_time(lambda: codec.decode(payload, ROW))
-    return megabytes / best_time(lambda: codec.encode(row), 3), megabytes / decode, 1e3 * decode
+def features(bench: Bench) -> list[dict[str, Any]]:
+    """One record a codec of the captured layers."""
+    judge = judge_of(bench)
+    megabytes, found = 2 * bench.long_row.numel() / 1e6, []
+    for name, options in FEATURES:
+        codec = bench.fit_features(name, options)
+        measured = measure(codec, [(row.features, True) for row in bench.judged], layers=bench.layers)
+        payload = codec.encode(bench.long_row)
+        record = {
+            "codec": label(name, options),
+            "bytes_per_token": measured["bytes_per_token"],
+            "times_smaller": 2 * bench.layers * bench.hidden / measured["bytes_per_token"],
+            "snr_db": measured.get("snr_db_by_layer") or [measured["snr_db"]],
+            **judge.error(codec),
+            "encode_mb_s": megabytes / cpu_seconds(lambda c=codec: c.encode(bench.long_row), 3),
+            "decode_mb_s": megabytes / cpu_seconds(lambda c=codec, p=payload: c.decode(p, ROW)),
+        }
+        found.append(record)
+        snr = " ".join("exact" if value is None else f"{value:.1f}" for value in record["snr_db"])
+        numbers = f"{record['bytes_per_token']:.0f} | {record['times_smaller']:.1f} | {snr} | {record['error']:.4f}"
+        print(
+            f"| {record['codec']} | {numbers} | {record['encode_mb_s']:.0f} | {record['decode_mb_s']:.0f} |", flush=True
+        )
+    return found
 
 
-def coded(codec: Codec, rows: Sequence[torch.Tensor], *, first: bool) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Exact and decoded coordinates without first tokens, and bytes a token with them."""
-    size, exact, back = 0, [], []
-    for values in rows:
-        payload = codec.encode(values, first=first)
-        size += len(payload)
-        exact.append(codec.coordinates(values)[int(first) :])
-        back.append(codec.decode(payload, len(values), dtype=torch.float32)[int(first) :])
-    return torch.cat(exact), torch.cat(back), size / sum(map(len, rows))
+def judge_of(bench: Bench) -> FeatureJudge:
+    """The pilot reading coded features of the judged conversations."""
+    worker = object.__new__(CaptureWorker)
+    worker.settings, worker.target = bench.settings, bench.target
+    return FeatureJudge(worker, bench.conversations[1::2], bench.judged, {"pilot": bench.drafter})
 
 
-def print_features(fitting: Sequence[torch.Tensor], judged: Sequence[torch.Tensor], layers: int) -> None:
-    width = judged[0].shape[1]
-    sample = [(values, True) for values in fitting]
-    states = torch.cat([values[1:].float() for values in fitting])
-    _, _, directions = torch.linalg.svd((states - states.mean(0))[:4096], full_matrices=False)
-    print(f"features: raw {2 * width} bytes a token; 'projected' here keeps the {width // layers} principal directions")
-    print("| codec | bytes/token | times smaller | SNR dB by layer | encode MB/s | decode MB/s | 512 tokens, ms |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for name, settings in FEATURES:
-        tensors = {"projection": directions[: width // layers]} if name == "projected" else None
-        codec = fit_codec(CodecSpec(name=name, settings=settings), sample, width=width, layers=layers, tensors=tensors)
-        exact, back, size = coded(codec, judged, first=True)
-        parts = layers if codec.out_width == width and settings.get("output") != "coordinates" else 1
-        snr = " ".join(f"{snr_db(a, b):.1f}" for a, b in zip(exact.chunk(parts, 1), back.chunk(parts, 1), strict=True))
-        encode, decode, latency = speeds(codec, judged[0])
-        numbers = f"{size:.0f} | {2 * width / size:.2f} | {snr} | {encode:.0f} | {decode:.0f} | {latency:.2f}"
-        print(f"| {label(name, settings)} | {numbers} |", flush=True)
+def teachers(bench: Bench) -> list[dict[str, Any]]:
+    """One record a codec of the teacher."""
+    row = max(bench.judged, key=lambda row: len(row.positions))
+    megabytes, found = 2 * len(row.positions) * bench.hidden / 1e6, []
+    for name, options in TEACHER:
+        codec = bench.fit_teacher(name, options)
+        payload = codec.encode_teacher(row.features, row.last, row.positions)
+        error = codec.measured["acceptance"]
+        record = {
+            "codec": label(name, options),
+            "bytes_per_token": codec.measured["bytes_per_token"],
+            "times_smaller": 2 * bench.hidden / codec.measured["bytes_per_token"],
+            **error,
+            "encode_mb_s": megabytes
+            / cpu_seconds(lambda c=codec: c.encode_teacher(row.features, row.last, row.positions), 3),
+            "decode_mb_s": megabytes / cpu_seconds(lambda c=codec, p=payload: c.decode_teacher(p, row.positions)),
+        }
+        found.append(record)
+        numbers = f"{record['bytes_per_token']:.0f} | {record['times_smaller']:.1f} | {error['bound']:.4f}"
+        numbers += f" | {error['bound_p99']:.4f} | {error['error']:.4f} | {record['encode_mb_s']:.0f}"
+        print(f"| {record['codec']} | {numbers} | {record['decode_mb_s']:.0f} |", flush=True)
+    return found
 
 
-def print_teacher(fitting: Sequence[torch.Tensor], judged: Sequence[torch.Tensor], head: torch.Tensor) -> None:
-    width = judged[0].shape[1]
-    sample = [(values[1:], False) for values in fitting]
-    metric = head_metric(head, torch.cat([values for values, _ in sample])[:2048])
-    print(f"\nteacher at temperature 1: raw {2 * width} bytes a token")
-    print("| codec | bytes/token | times smaller | TV mean | TV p99 | encode MB/s | decode MB/s |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for name, settings in TEACHER:
-        given = {"metric": metric} if settings.get("metric") == "given" else None
-        codec = fit_codec(CodecSpec(name=name, settings=settings), sample, width=width, tensors=given)
-        exact, back, size = coded(codec, [values[1:] for values in judged], first=False)
-        chosen = torch.linspace(0, len(exact) - 1, min(1024, len(exact))).long()
-        error = acceptance_error(head, exact[chosen], back[chosen])
-        encode, decode, _ = speeds(codec, judged[0])
-        numbers = f"{size:.0f} | {2 * width / size:.2f} | {error['mean']:.4f} | {error['p99']:.4f}"
-        print(f"| {label(name, settings)} | {numbers} | {encode:.0f} | {decode:.0f} |", flush=True)
+def whole_caches(bench: Bench) -> list[dict[str, Any]]:
+    """Rows of 512 tokens with a teacher at every token, written as caches and read back in random order."""
+    joined = [torch.cat([getattr(row, part) for row in bench.rows]) for part in ("features", "last")]
+    count, found = len(joined[0]) // ROW, []
+    rows = [
+        CacheRow(
+            sample_id=f"row-{index}",
+            input_ids=[index] * ROW,
+            spans=[(1, ROW)],
+            features=joined[0][index * ROW : (index + 1) * ROW],
+            last=joined[1][index * ROW : (index + 1) * ROW],
+        )
+        for index in range(count)
+    ]
+    for name, (of_features, of_teacher) in CACHES.items():
+        codecs = Codecs(features=bench.fit_features(*of_features), teacher=bench.fit_teacher(*of_teacher))
+        plan = CachePlan(
+            contract={},
+            num_layers=bench.layers,
+            hidden_size=bench.hidden,
+            samples=[(row.sample_id, ROW) for row in rows],
+            features=CodecSpec(name=codecs.features.name, settings=codecs.features.settings),
+            teacher=CodecSpec(name=of_teacher[0], settings=of_teacher[1]),
+            teacher_scope="all",
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            create_or_resume(folder, plan, codecs)
+            for unit, (start, stop) in enumerate(plan.units):
+                write_unit(folder, unit, rows[start:stop], codecs)
+            finish(folder)
+            cache = TargetCache.open(folder)
+            order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
+            cpu, wall = [], []
+            for index in order * 3:
+                fresh = TargetCache.open(folder)  # so that checksums are verified and nothing is cached
+                began, clock = time.process_time(), time.perf_counter()
+                fresh.row(index)
+                cpu.append(time.process_time() - began)
+                wall.append(time.perf_counter() - clock)
+            info = cache.info()
+        per, raw = info["bytes_per_token"], info["raw_bytes_per_token"]
+        record = {
+            "cache": name,
+            "bytes_per_token": per,
+            "times_smaller": raw / per["all"],
+            "row_cpu_ms": 1e3 * sorted(cpu)[len(cpu) // 2],
+            "row_best_ms": 1e3 * min(wall),
+        }
+        found.append(record)
+        numbers = " | ".join(f"{per[part]:.0f}" for part in ("context", "teacher", "other", "all"))
+        latency = f"{record['row_cpu_ms']:.1f} | {record['row_best_ms']:.1f}"
+        print(f"| {name} | {numbers} | {record['times_smaller']:.1f} | {latency} |", flush=True)
+    return found
 
 
-def main() -> None:
+def overhead(bench: Bench) -> dict[str, float]:
+    """CPU time of the forward pass, of capturing on top of it, and of encoding with the default codecs; a token."""
+    of_features, of_teacher = CACHES["default"]
+    codecs = Codecs(features=bench.fit_features(*of_features), teacher=bench.fit_teacher(*of_teacher))
+    chosen = bench.conversations[:8]
+    tokens = sum(len(conversation.input_ids) for conversation in chosen)
+    supervised = sum(b - a for conversation in chosen for a, b in conversation.spans)
+    ids = [torch.tensor([conversation.input_ids]) for conversation in chosen]
+    rows = bench.rows[:8]
+
+    @torch.no_grad()
+    def forward() -> None:
+        for row in ids:
+            bench.target.model(input_ids=row, use_cache=False)
+
+    @torch.no_grad()
+    def decoder() -> None:
+        for row in ids:
+            bench.target.decoder(input_ids=row, use_cache=False)
+
+    def capture() -> None:
+        for row in ids:
+            bench.target.capture(row)
+
+    def encode() -> None:
+        assert codecs.teacher is not None
+        for row in rows:
+            codecs.features.encode(row.features, first=True)
+            codecs.teacher.encode_teacher(row.features, row.last, row.positions)
+
+    seconds = {f.__name__: cpu_seconds(f, 3) for f in (forward, decoder, capture, encode)}
+    found = {f"{name}_us_per_token": 1e6 * value / tokens for name, value in seconds.items()}
+    found["supervised_share"] = supervised / tokens
+    found["over_the_forward_pass"] = (seconds["capture"] + seconds["encode"]) / seconds["forward"] - 1
+    found["over_the_layers_alone"] = (seconds["capture"] + seconds["encode"]) / seconds["decoder"] - 1
+    for name, value in found.items():
+        print(f"{name}: {value:.3f}", flush=True)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Measure the target cache's codecs on real states.")
-    parser.add_argument("--target", help="folder or hub id of the target model")
-    parser.add_argument("--text", nargs="*", default=[], help="text files to capture states on")
-    parser.add_argument("--tokens", type=int, default=16_384)
-    parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
-    parser.add_argument("--states", help="keep captured states here, and read them instead of capturing if it exists")
-    options = parser.parse_args()
+    parser.add_argument("settings", help="of a run whose conversations are recorded")
+    parser.add_argument("--pilot", type=Path, required=True, help="folder of a trained drafter")
+    parser.add_argument("--states", type=Path, help="keep captured states here, and take them from there if it exists")
+    parser.add_argument("--output", type=Path, help="write everything as JSON")
+    parser.add_argument("--rows", type=int, default=96, help="conversations")
+    options = parser.parse_args(arguments)
+    bench = Bench(load_settings(options.settings), options.states, options.pilot, options.rows)
     torch.set_num_threads(1)
-    if options.states and Path(options.states).exists():
-        data = torch.load(options.states, weights_only=True)
-    elif options.target and options.text:
-        data = capture(options.target, options.text, tokens=options.tokens, length=options.length)
-        if options.states:
-            torch.save(data, options.states)
-    else:
-        parser.error("give --target and --text, or --states with states captured before")
-    sequences = [pair for pair in data["sequences"] if len(pair[0]) > 2]
-    half = len(sequences) // 2
-    fitting, judged = sequences[:half], sequences[half:]
-    print(f"{sum(len(f) for f, _ in fitting)} tokens to fit, {sum(len(f) for f, _ in judged)} to judge; one core\n")
-    print_features([f for f, _ in fitting], [f for f, _ in judged], data["layers"])
-    print_teacher([last for _, last in fitting], [last for _, last in judged], data["head"])
+    tokens = sum(len(row.last) for row in bench.rows)
+    found: dict[str, Any] = {"tokens": tokens, "raw_features": 2 * bench.layers * bench.hidden}
+    print(f"{len(bench.rows)} conversations, {tokens} tokens; every other one to fit, the rest to judge; one core\n")
+    print(
+        "| features | bytes/token | times smaller | SNR dB (by layer) | acceptance moves | encode MB/s | decode MB/s |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    found["features"] = features(bench)
+    print("\n| teacher | bytes/state | times smaller | bound | bound p99 | error | encode MB/s | decode MB/s |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    found["teacher"] = teachers(bench)
+    print("\n| cache, teacher everywhere | context | teacher | other | all | times smaller | row CPU ms | best ms |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    found["caches"] = whole_caches(bench)
+    print()
+    found["overhead"] = overhead(bench)
+    if options.output:
+        options.output.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 import zstandard
 
@@ -33,9 +32,9 @@ class Bf16(Codec):
 
 
 class Bf16Planes(Codec):
-    """The upper bytes (sign and exponent) channel-major under zstd, the lower ones (mantissa) as they are.
+    """The upper bytes (sign and exponent) channel-major under zstd, the lower ones (mantissa) row-major as they are.
 
-    Payload: u32 compressed size of the upper plane, that plane [W, R], the lower plane [W, R].
+    Payload: u32 compressed size of the upper plane, that plane [W, R], the lower plane [R, W].
     """
 
     name = "bf16-planes"
@@ -43,12 +42,9 @@ class Bf16Planes(Codec):
     defaults: ClassVar[dict[str, Any]] = {"level": 1}
 
     def encode(self, values: torch.Tensor, *, first: bool = False) -> bytes:
-        bits = values.to(torch.bfloat16).cpu().view(torch.int16).t().contiguous().numpy().view(np.uint8)
-        pairs = bits.reshape(-1, 2)
-        upper = zstandard.ZstdCompressor(level=self.settings["level"]).compress(
-            np.ascontiguousarray(pairs[:, 1]).tobytes()
-        )
-        return struct.pack("<I", len(upper)) + upper + np.ascontiguousarray(pairs[:, 0]).tobytes()
+        pairs = values.to(torch.bfloat16).cpu().contiguous().view(torch.uint8).view(-1, self.width, 2)
+        upper = zstandard.ZstdCompressor(level=self.settings["level"]).compress(raw_bytes(pairs[..., 1].t()))
+        return struct.pack("<I", len(upper)) + upper + raw_bytes(pairs[..., 0])
 
     def decode(
         self,
@@ -62,8 +58,9 @@ class Bf16Planes(Codec):
         (size,) = struct.unpack("<I", view[:4])
         count = rows * self.width
         upper = zstandard.ZstdDecompressor().decompress(view[4 : 4 + size], max_output_size=count)
-        pairs = np.empty((count, 2), np.uint8)
-        pairs[:, 1] = np.frombuffer(upper, np.uint8)
-        pairs[:, 0] = np.frombuffer(view[4 + size :], np.uint8)
-        channels = torch.from_numpy(pairs.view(np.int16).reshape(self.width, rows)).view(torch.bfloat16)
-        return channels.t().to(device=device, dtype=dtype).contiguous()
+        if len(view) - 4 - size != count:
+            raise ValueError(f"the lower plane holds {len(view) - 4 - size} bytes, {rows} rows have {count}")
+        bits = torch.empty(rows, self.width, 2, dtype=torch.uint8)
+        bits[..., 1] = torch.frombuffer(bytearray(upper), dtype=torch.uint8).view(self.width, rows).t()
+        bits[..., 0] = from_raw(view[4 + size :], torch.uint8).view(rows, self.width)
+        return bits.view(torch.bfloat16).view(rows, self.width).to(device=device, dtype=dtype)

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 
 from storage.codecs.base import LossyCodec, Sample, common_first_row, from_raw, raw_bytes
+
+FLOAT8_AS_BFLOAT16 = (
+    torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.bfloat16).view(torch.int16).numpy()
+)
 
 
 class Scaled(LossyCodec):
@@ -53,9 +58,12 @@ class Scaled(LossyCodec):
         group = self.settings["group"]
         size = rows * (self.width // group) * 2
         scales = from_raw(payload[:size], torch.bfloat16).view(rows, self.width // group, 1).to(device)
-        codes = from_raw(payload[size:], self.codes).view(rows, self.width // group, group).to(device)
-        if self.codes is not torch.int8:
-            codes = codes.to(torch.bfloat16)
+        shape = (rows, self.width // group, group)
+        if self.codes is torch.int8:
+            codes = from_raw(payload[size:], torch.int8).view(shape).to(device)
+        else:  # by table: converting float8 value by value is ten times slower on a CPU
+            looked_up = FLOAT8_AS_BFLOAT16[np.frombuffer(payload[size:], np.uint8)]
+            codes = torch.from_numpy(looked_up).view(torch.bfloat16).view(shape).to(device)
         return torch.mul(codes, scales).view(rows, self.width)
 
 

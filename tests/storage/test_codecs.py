@@ -248,3 +248,13 @@ def test_a_projected_codec_gives_the_states_back_where_it_knows_them() -> None:
     assert codec.lift is not None
     read, again = values.float()[1:] @ reader.t(), coordinates[1:] @ codec.lift.t() @ reader.t()
     assert (read - again).norm() < 0.1 * read.norm()
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_32k_tokens_in_one_sequence(name: str) -> None:
+    codec = fitted(name)
+    base = sequences(count=1, length=1025, seed=11)[0][0]
+    values = torch.cat([base[:1], base[1:].repeat(32, 1)[: 2**15 - 1]])
+    decoded = codec.decode(codec.encode(values, first=True), len(values), dtype=torch.float32)
+    assert decoded.shape == (2**15, codec.out_width)
+    assert snr_db(codec.coordinates(values)[1:], decoded[1:]) > 15
