@@ -42,3 +42,5 @@ include tests/engines/engines.mk
 include tests/pipelines/kill_sweep.mk
 
 include tests/dspark/evidence.mk
+
+include tests/pipelines/training/training_kill_sweep.mk

@@ -115,7 +115,7 @@ def train_on(
     what = f"training the {name} on {samples - settings.train.held_out_rows} conversations"
     with (
         reporter.task(what, total, "steps", start) as shown,
-        _following(output / LOG, shown, tracker, start),
+        _following(output, shown, reporter, tracker, start),
     ):
         _run(
             train_rank,
@@ -181,26 +181,34 @@ def weights_identity(start: str) -> str:
 
 
 @contextmanager
-def _following(log: Path, task: Task, tracker: Tracker | None, start: int) -> Iterator[None]:
-    """Show the newest line of the log every second, and hand new lines to the tracker."""
-    from pipelines.training.log import read_log
+def _following(folder: Path, task: Task, reporter: Reporter, tracker: Tracker | None, start: int) -> Iterator[None]:
+    """Show the newest line of the log every second, say its warnings, and hand new lines to the tracker."""
+    from pipelines.training.log import HELD_OUT, LOG, read_log
 
     stop = threading.Event()
-    tracked = start
+    names = {LOG: "train", HELD_OUT: "held_out"}
+    last = dict.fromkeys(names, start)
     if tracker is not None:
         tracker.resume_after(start)
 
     def show() -> None:
-        nonlocal tracked
-        lines = read_log(log)
-        for line in lines:
-            if tracker is not None and line["step"] > tracked:
-                numbers = {f"train/{key}": value for key, value in line.items() if isinstance(value, int | float)}
-                tracker.log(numbers, step=line["step"])
-                tracked = line["step"]
-        if lines and lines[-1]["step"] != task.done:
-            line = lines[-1]
-            task.update(line["step"], loss=line["loss"], tau=line.get("tau_probabilistic", 0.0))
+        for name, prefix in names.items():
+            new = [line for line in read_log(folder / name) if line["step"] > last[name]]
+            for line in new:
+                last[name] = line["step"]
+                for warning in line.get("warnings", ()):
+                    reporter.say(f"warning: {warning}")
+                if tracker is not None:
+                    numbers = {
+                        f"{prefix}/{key}": value for key, value in line.items() if isinstance(value, int | float)
+                    }
+                    tracker.log(numbers, step=line["step"])
+            if new and name == LOG:
+                loss = new[-1]["loss"]  # None after nothing but skipped steps
+                tau = new[-1].get("tau_probabilistic", 0.0)
+                task.update(new[-1]["step"], loss="not finite" if loss is None else loss, tau=tau)
+            elif new:
+                task.update(task.done, held_out_tau=new[-1]["tau_probabilistic"])
 
     def follow() -> None:
         while not stop.wait(1.0):

@@ -71,10 +71,20 @@ def check_teacher(batch: PackedBatch, head: OutputHead) -> list[str]:
 
 
 class EarlySigns:
-    """Looks for all of them, from one rank, before step `first` and at the lines of the log after it."""
+    """Looks for all of them, from one rank, before step `first` and at the lines of the log, `first_line` the first."""
 
-    def __init__(self, plan: StepPlan, batch: PackedBatch, head: OutputHead, *, warmup_steps: int, first: int) -> None:
-        self._found = [*check_masks(plan), *check_teacher(batch, head)] if first == 0 else []
+    def __init__(
+        self,
+        plan: StepPlan,
+        batch: PackedBatch,
+        head: OutputHead,
+        *,
+        warmup_steps: int,
+        first: int,
+        first_line: int,
+    ) -> None:
+        found = [*check_masks(plan), *check_teacher(batch, head)]
+        self._found = found if first < first_line else []
         self.baseline = constant_acceptance(batch, head)
         self._due = max(FIRST_STEPS, 2 * warmup_steps)
         self._judged = first >= self._due

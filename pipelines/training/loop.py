@@ -201,7 +201,7 @@ def _early_signs(
     packs = (planned for number in range(plan.total_steps) for planned in plan.step(number).packs if planned.rows)
     batch = loader.now(next(packs, None) or plan.smallest_pack()).to(engine.device)
     warmup = math.ceil(train.warmup_ratio * task.total_steps)
-    return EarlySigns(plan, batch, module.head, warmup_steps=warmup, first=first)
+    return EarlySigns(plan, batch, module.head, warmup_steps=warmup, first=first, first_line=train.log_every)
 
 
 def _publish(task: TrainingTask, engine: TrainEngine, module: BlockLoss, contract: Contract) -> None:

@@ -155,6 +155,7 @@ def _fork(task: TrainingTask, rank: int, ranks: int, store: str, prepare: Callab
         with open(Path(task.output) / f"rank-{rank}.err", "w") as errors:
             os.dup2(errors.fileno(), 2)
             os.dup2(errors.fileno(), 1)
+            sys.stdout = sys.stderr = errors
             try:
                 _train(task, rank, ranks, store, prepare)
                 code = 0

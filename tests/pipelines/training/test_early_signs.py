@@ -1,0 +1,117 @@
+"""Trainings that cannot work are told apart from those that can, from made-up states whose teacher is known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dspark.anchors import draw_anchors, supervised_mask
+from dspark.output_head import OutputHead
+from dspark.packing import DenseTeacher, PackedBatch, Sample, SparseTeacher, pack
+from dspark.teacher_check import constant_acceptance
+from pipelines.training.batches import SampleIndex, StepPlan
+from pipelines.training.early_signs import EarlySigns, check_masks, check_teacher
+
+VOCABULARY, HIDDEN, LENGTH, BLOCK = 61, 16, 40, 4
+SPAN = (8, LENGTH)
+
+
+@pytest.fixture(scope="module")
+def weight() -> torch.Tensor:
+    return torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(0))
+
+
+def batch_of(weight: torch.Tensor, *, shift: int = 0, seed: int = 1, sparse: bool = False) -> PackedBatch:
+    """One conversation; the state at p speaks of the token at p + 1 + shift, of the text of `seed`."""
+    tokens = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(1))
+    spoken = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(seed))
+    positions = torch.arange(SPAN[0] - 1, SPAN[1] - 1)
+    states = weight[spoken[(positions + 1 + shift).clamp(max=LENGTH - 1)]]
+    teacher: DenseTeacher | SparseTeacher = DenseTeacher(states=states)
+    if sparse:
+        top = (states @ weight.T).log_softmax(-1).topk(9)
+        teacher = SparseTeacher(token_ids=top.indices, log_probs=top.values, tail_mass=1 - top.values.exp().sum(-1))
+    sample = Sample(
+        sample_id="one",
+        input_ids=tokens,
+        spans=[SPAN],
+        features=torch.zeros(LENGTH, 1),
+        teacher_positions=positions,
+        teacher=teacher,
+    )
+    return pack([sample], [draw_anchors(supervised_mask([SPAN], LENGTH), 99, seed=0, epoch=0, sample_id="one")], BLOCK)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_teacher_of_the_text_passes(weight: torch.Tensor, sparse: bool):
+    assert check_teacher(batch_of(weight, sparse=sparse), OutputHead.create(weight)) == []
+
+
+@pytest.mark.parametrize(("shift", "place"), [(-1, "before"), (1, "after")])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_teacher_one_position_off_is_refused(weight: torch.Tensor, shift: int, place: str, sparse: bool):
+    with pytest.raises(ValueError, match=f"the token {place} .*out of step by a position"):
+        check_teacher(batch_of(weight, shift=shift, sparse=sparse), OutputHead.create(weight))
+
+
+def test_a_teacher_of_another_text_is_told(weight: torch.Tensor):
+    (warning,) = check_teacher(batch_of(weight, seed=2), OutputHead.create(weight))
+    assert "was it built for this text and target" in warning
+
+
+def plan_of(*spans: tuple[tuple[int, int], ...]) -> StepPlan:
+    count = len(spans)
+    index = SampleIndex(
+        sample_ids=tuple(map(str, range(count))),
+        lengths=(LENGTH,) * count,
+        spans=spans,
+        rows=tuple(range(count)),
+        shards=(0,) * count,
+    )
+    return StepPlan(
+        index=index,
+        seed=0,
+        global_batch_size=2,
+        num_anchors=4,
+        anchor_rule="paper",
+        block_size=BLOCK,
+        position_decay=4.0,
+        pack_budget=100,
+        total_steps=1,
+    )
+
+
+def test_masks_that_leave_everything_out_are_refused_and_many_are_told():
+    with pytest.raises(ValueError, match="none of the 3 conversations"):
+        check_masks(plan_of((), (), ((5, 6),)))  # a single supervised token gives no anchor
+    (warning,) = check_masks(plan_of((), (), (SPAN,)))
+    assert "only 1 of 3" in warning
+    assert check_masks(plan_of((), (SPAN,), (SPAN,))) == []
+
+
+def test_a_constant_drafter_is_accepted_as_a_plain_loop_says(weight: torch.Tensor):
+    batch = batch_of(weight)
+    assert isinstance(batch.teacher, DenseTeacher)
+    probs = (batch.teacher.states[batch.teacher_index[:, 0]] @ weight.T).softmax(-1)
+    for drafted in (None, torch.arange(0, VOCABULARY, 2)):
+        inside = probs if drafted is None else probs[:, drafted]
+        draft = inside.mean(0) / inside.mean(0).sum()
+        rows = [sum(min(float(p), float(q)) for p, q in zip(row, draft, strict=True)) for row in inside]
+        found = constant_acceptance(batch, OutputHead.create(weight, draft_token_ids=drafted))
+        assert found == pytest.approx(sum(rows) / len(rows), abs=1e-5)
+
+
+def signs_of(weight: torch.Tensor, *, warmup_steps: int) -> EarlySigns:
+    batch, head = batch_of(weight), OutputHead.create(weight)
+    return EarlySigns(plan_of((SPAN,)), batch, head, warmup_steps=warmup_steps, first=0, first_line=10)
+
+
+def test_slot_zero_below_a_constant_is_told_once_after_the_first_steps(weight: torch.Tensor):
+    signs = signs_of(weight, warmup_steps=40)
+    low, high = signs.baseline / 2, signs.baseline + 0.1
+    assert signs.at(60, low) == []  # still within twice the warm-up
+    (warning,) = signs.at(80, low)
+    assert f"a rate of {low:.3f}" in warning
+    assert signs.at(90, low) == []
+    fine = signs_of(weight, warmup_steps=4)
+    assert fine.at(80, high) == fine.at(90, low) == []
