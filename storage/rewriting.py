@@ -109,6 +109,13 @@ def recode(
         )
     if teacher is not None and cache.codecs.teacher is None:
         raise ValueError(f"{cache.folder} stores no teacher that could be coded; build the cache anew")
+    if teacher is not None and cache.codecs.teacher is not None and cache.codecs.teacher.teacher_only:
+        raise ValueError(
+            f"{cache.folder} keeps the teacher as {cache.codecs.teacher.name!r}, which has no exact last states; "
+            "recode the cache that it was made from"
+        )
+    if teacher is not None and teacher.name == "recomputed" and cache.projection is not None:
+        raise ValueError(f"{cache.folder} keeps coordinates, and teacher codec 'recomputed' needs the captured states")
     if target is not None and workers:
         raise ValueError("a teacher codec that needs the target is encoded by this process: use workers = 0")
     fields = cache.manifest["fields"]

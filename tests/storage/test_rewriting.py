@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cache_builders import SAMPLES, build, folder_bytes, make_plan, make_row
+from cache_builders import HIDDEN, SAMPLES, build, folder_bytes, make_plan, make_row
 
-from storage.codecs import CodecSpec
+from storage.codecs import CodecSpec, TargetParts
 from storage.codecs.measure import snr_db
 from storage.identity import IdentityMismatch
 from storage.records import CacheCorrupt
@@ -113,6 +113,19 @@ def test_what_cannot_be_recoded_says_why(exact: Path, tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(CacheCorrupt, match=shard.name):
         recode(tmp_path / "coordinates", tmp_path / "broken", teacher=TRANSFORM)
+
+
+def test_a_teacher_without_exact_states_is_not_coded_anew(exact: Path, tmp_path: Path) -> None:
+    target = TargetParts(head=torch.randn(200, HIDDEN, generator=torch.Generator().manual_seed(0)))
+    recode(exact, tmp_path / "corrected", teacher=CodecSpec(name="corrected"), target=target)
+    row = TargetCache.open(tmp_path / "corrected").row(0)
+    assert row.teacher is not None
+    assert row.teacher.top_ids is not None
+    with pytest.raises(ValueError, match="'corrected', which has no exact last states"):
+        recode(tmp_path / "corrected", tmp_path / "new", teacher=INT8)
+    recode(exact, tmp_path / "coordinates", features=CodecSpec(name="transform", settings={"output": "coordinates"}))
+    with pytest.raises(ValueError, match="needs the captured states"):
+        recode(tmp_path / "coordinates", tmp_path / "new", teacher=CodecSpec(name="recomputed"), target=target)
 
 
 def test_merged_halves_hold_the_rows_bit_by_bit(exact: Path, tmp_path: Path) -> None:
