@@ -44,3 +44,5 @@ include tests/pipelines/kill_sweep.mk
 include tests/dspark/evidence.mk
 
 include tests/pipelines/training/training_kill_sweep.mk
+
+include benchmarks/codecs.mk

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from dspark.drafter import load_drafter, save_drafter
 from dspark.losses import LossConfig, add_sums, metrics_of
 from dspark.proposers import Committed, proposer_for
 from pipelines.data.chat import render_prompt
+from pipelines.plan import spread
 from pipelines.settings import Settings, load_settings
 from pipelines.stages.decode_events import read_split
 from pipelines.stages.workers import open_target
@@ -91,7 +93,7 @@ class Experiment:
         self.exact = TargetCache.open(f"{settings.run.directory}/cache")
         self.target = open_target(settings, self.facts)
         self.parts = TargetParts(head=self.target.lm_head.weight.detach())
-        self._reader: PackReader | None = None
+        self._readers: dict[str, PackReader] = {}
 
     def row(self, index: int) -> CacheRow:
         """An exact row as a builder would hand it over; last states are zero where there is no teacher."""
@@ -166,8 +168,9 @@ class Experiment:
         module = BlockLoss(make_drafter(task, cache), LossConfig(**settings.train.loss.model_dump()))
         module.take_head()
         plan = step_plan(settings, SampleIndex.of(cache), steps)
-        reader = PackReader(
-            dtype=torch.float32, block_size=plan.block_size, log_normalizers=module.teacher_normalizers()
+        reader = self._readers.setdefault(
+            cache.folder.url,  # one for all seeds: the teacher's normalisers are the same
+            PackReader(dtype=torch.float32, block_size=plan.block_size, log_normalizers=module.teacher_normalizers()),
         )
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1.0, betas=(0.9, 0.95), weight_decay=settings.train.weight_decay)
@@ -297,13 +300,14 @@ class Experiment:
         module.take_head()
         cache = self.held_out()
         plan = replace(step_plan(self.settings, SampleIndex.of(cache), 1), global_batch_size=len(cache), seed=12345)
-        if self._reader is None:  # one for all drafters: the teacher's normalisers are the same
-            known = module.teacher_normalizers()
-            self._reader = PackReader(dtype=torch.float32, block_size=plan.block_size, log_normalizers=known)
+        reader = self._readers.setdefault(
+            cache.folder.url,
+            PackReader(dtype=torch.float32, block_size=plan.block_size, log_normalizers=module.teacher_normalizers()),
+        )
         with torch.no_grad():
             for pack in plan.step(0).packs:
                 for row, anchors in zip(pack.rows, pack.anchors, strict=True):
-                    batch = self._reader(cache, replace(pack, rows=(row,), anchors=(anchors,)))
+                    batch = reader(cache, replace(pack, rows=(row,), anchors=(anchors,)))
                     metrics = metrics_of(module(batch, 1.0)[1])
                     found[cache.sample_ids[row]]["expected"] = metrics["tau_probabilistic"]
         return found
@@ -342,6 +346,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", default=["exact", "default", "small"], choices=list(ARMS))
+    parser.add_argument("--rows", type=int, help="conversations to train on, spread evenly; default: all")
     parser.add_argument("--steps", type=int, default=192)
     parser.add_argument("--pilot-steps", type=int, default=48)
     parser.add_argument("--limit", type=int, help="stop after so many drafters; the same command goes on")
@@ -350,7 +355,7 @@ def main() -> None:
     torch.set_num_threads(settings.cluster.threads_per_worker or settings.cluster.cpus_per_worker)
     experiment = Experiment(settings, options.work)
     results = Results(options.work / "results.json")
-    every = list(range(len(experiment.exact)))
+    every = spread(range(len(experiment.exact)), options.rows or len(experiment.exact))
     tenth = every[::10]
     experiment.held_out()
     pilot = options.work / "pilot"
@@ -370,7 +375,7 @@ def main() -> None:
             arm, projection = ARMS[name], None
             if arm.width is not None:
                 projection = directions(experiment, pilot, tenth, round(arm.width * experiment.facts.hidden_size))
-            cache = experiment.exact if name == "exact" else experiment.code(name, arm, every, projection)
+            cache = experiment.code(name, arm, every, projection)
             folder = options.work / "drafters" / key
             made = experiment.train(cache, seed, options.steps, folder)
             info = cache.info()
@@ -386,7 +391,7 @@ def main() -> None:
             )
     if "untrained" not in results.known:
         start = options.work / "drafters" / "untrained"
-        experiment.train(experiment.exact, options.seeds[0], 0, start)
+        experiment.train(experiment.code("exact", ARMS["exact"], every, None), options.seeds[0], 0, start)
         results.put("untrained", {"judged": experiment.judge(start)})
         folder = options.work / "drafters" / f"exact/{options.seeds[0]}"
         results.put("features zeroed", {"judged": experiment.judge(folder, zeroed=True)})
@@ -427,7 +432,8 @@ def summary(known: dict[str, Any], options: argparse.Namespace, settings: Settin
             **{figure: compare(of(name), of("exact"), figure) for figure in ("accepted", "expected")},
         }
     return {
-        "command": f"python benchmarks/codec_training.py {options.settings} --steps {options.steps} ...",
+        "command": "python " + " ".join(sys.argv),
+        "conversations": options.rows,
         "prompts": len(known["pilot"]["judged"]),
         "rounds": {n: sum(p["rounds"] for s in of(n).values() for p in s.values()) for n in options.arms},
         "steps": options.steps,
