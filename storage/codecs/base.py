@@ -88,6 +88,16 @@ class Codec(ABC):
         self.tensors: dict[str, torch.Tensor] = dict(tensors or {})
         self.measured: dict[str, Any] = {}
         self.target: TargetParts | None = None
+        self._copies: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+    def tensor_on(self, name: str, device: torch.device | str) -> torch.Tensor:
+        """A fitted tensor on a device; a copy on another one than it was fitted on is made once."""
+        tensor, place = self.tensors[name], torch.device(device)
+        if place == tensor.device:
+            return tensor
+        if (name, place) not in self._copies:
+            self._copies[name, place] = tensor.to(place)
+        return self._copies[name, place]
 
     @classmethod
     def fit(cls, sample: Sample, *, width: int, **settings: Any) -> Self:
@@ -166,10 +176,10 @@ class LossyCodec(Codec):
         coordinates = self.coordinates(values)
         if not first or len(coordinates) == 0:
             return bytes([NO_FIRST]) + self.encode_rows(coordinates)
-        shared = self.tensors.get("first_row")
-        if shared is not None and is_same_first_row(coordinates[0], shared):
+        shared, first_row = self.tensors.get("first_row"), coordinates[0].cpu()
+        if shared is not None and is_same_first_row(first_row, shared):
             return bytes([SHARED_FIRST]) + self.encode_rows(coordinates[1:])
-        inline = raw_bytes(coordinates[0].to(self.inline_dtype))
+        inline = raw_bytes(first_row.to(self.inline_dtype))
         return bytes([INLINE_FIRST]) + inline + self.encode_rows(coordinates[1:])
 
     def decode(

@@ -57,24 +57,23 @@ class Quantised(LossyCodec):
 
     def _forward(self, values: torch.Tensor) -> torch.Tensor:
         values = values.float()
-        forward = self.tensors.get("forward")
-        return values if forward is None else _apply(forward.to(values.device), values)
+        return _apply(self.tensor_on("forward", values.device), values) if "forward" in self.tensors else values
 
     def coordinates(self, values: torch.Tensor) -> torch.Tensor:
         return values.float() if self._restores else self._forward(values)
 
     def encode_rows(self, coordinates: torch.Tensor) -> bytes:
         values = self._forward(coordinates) if self._restores else coordinates
-        mean, step = self.tensors["mean"].to(values.device), self.tensors["step"].to(values.device)
+        mean, step = self.tensor_on("mean", values.device), self.tensor_on("step", values.device)
         codes = ((values - mean) / step).round_().clamp_(-(2**30), 2**30).to(torch.int32)
         return pack(codes.t().cpu().numpy(), self._classes, level=self.settings["level"])
 
     def decode_rows(self, payload: memoryview, rows: int, device: torch.device | str) -> torch.Tensor:
         codes = torch.from_numpy(unpack(payload, self._classes, rows)).to(device)
-        mean, step = self.tensors["mean"].to(device), self.tensors["step"].to(device)
+        mean, step = self.tensor_on("mean", device), self.tensor_on("step", device)
         coordinates = torch.addcmul(mean[:, None], codes.to(torch.float32), step[:, None]).t()
-        inverse = self.tensors.get("inverse")
-        return _apply(inverse.to(device), coordinates) if self._restores and inverse is not None else coordinates
+        restores = self._restores and "inverse" in self.tensors
+        return _apply(self.tensor_on("inverse", device), coordinates) if restores else coordinates
 
     def fit_steps(self, coordinates: torch.Tensor, step: torch.Tensor | float) -> None:
         """Means, steps ([C] or one for all, in units of the coordinates) and packing classes from [R, C]."""

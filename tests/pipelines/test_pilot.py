@@ -121,3 +121,27 @@ def test_a_bound_that_no_loss_meets_keeps_everything(folder: Path, toy_folder: P
     done = run(settings, CACHE, redo=True)
     assert done["pilot"].result["steps"] == {}  # the features need no pilot
     assert done["cache"].result["codecs"]["teacher"]["name"] == "bf16-planes"
+
+
+@pytest.mark.parametrize("teacher", ["recomputed", "sparse"])
+def test_other_teachers_and_unfolded_transforms_are_trained_from(
+    toy_folder: Path, tmp_path: Path, teacher: str
+) -> None:
+    """A cache for any drafter: all of the states, in transformed coordinates, without a pilot."""
+    settings = settings_for(
+        tmp_path,
+        toy_folder,
+        cache={
+            "features_codec": "transform",
+            "features_options": {"output": "coordinates"},
+            "teacher_codec": teacher,
+            "teacher_options": {"top": 8},
+        },
+        train={"max_steps": 2},
+    )
+    done = run(settings, ["regenerate", "cache", "train"])
+    assert list(done) == ["regenerate", "cache", "train"]
+    assert done["cache"].result["audit"]["mean_total_variation"] < 0.15
+    drafter = load_file(Path(settings.run.directory) / "checkpoints" / "final" / "model.safetensors")
+    assert drafter["fc.weight"].shape == (64, 128)
+    assert bool(torch.isfinite(drafter["fc.weight"]).all())
