@@ -8,6 +8,7 @@ import torch
 from small_models import config_for, tiny_target
 
 from dspark.config import SettingError
+from dspark.decoding import Decoder, Request, SamplingConfig
 from dspark.draft_vocabulary import engine_mapping, most_frequent_tokens
 from dspark.drafter import load_drafter, save_drafter
 from dspark.starting_weights import build_drafter, initialize_from_target
@@ -122,3 +123,42 @@ def test_engine_mapping_is_an_offset() -> None:
     assert t2d.nonzero().flatten().tolist() == chosen.tolist()
     with pytest.raises(SettingError, match=r"draft_vocab_size is 10.*1 to 9"):
         most_frequent_tokens(torch.ones(9), 10)
+
+
+def test_eagle3_starts_from_the_targets_top_layer() -> None:
+    """Without an embedding the layer's first step sees of a state what the target's layer projects from it."""
+    target = tiny_target("llama")
+    config = config_for(target, algorithm="eagle3", num_draft_layers=1, ttt_length=4)
+    drafter = build_drafter(config, target, start="target")
+    source, layer = target.layers[-1], drafter.layers[0]
+    captured = target.capture(torch.randint(0, 97, (1, 12)))
+    state = drafter.project_context(captured.features)[0]
+    torch.testing.assert_close(state, captured.features[0, :, -32:])
+    joined = layer.joined(torch.zeros_like(state), state)
+    expected = source.self_attn.v_proj(source.input_layernorm(state))
+    torch.testing.assert_close(layer.self_attn.v_proj(joined), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(layer.mlp.down_proj.weight, source.mlp.down_proj.weight)
+    torch.testing.assert_close(drafter.norm.weight, target.final_norm.weight)
+    embedding_half = layer.self_attn.q_proj.weight[:, :32]
+    assert 0.01 < embedding_half.std() < 0.03
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_eagle3_drafts_within_its_vocabulary(temperature: float) -> None:
+    target, chosen = tiny_target("llama"), torch.arange(1, 97, 3)
+    config = config_for(target, algorithm="eagle3", num_draft_layers=1, ttt_length=4, draft_vocab_size=len(chosen))
+    drafter = build_drafter(config, target, start="target", draft_token_ids=chosen).eval()
+    requests = [
+        Request(request_id=str(i), prompt_ids=[3 + i, 5, 7], max_new_tokens=24, stop_token_ids=frozenset(), seed=i)
+        for i in range(3)
+    ]
+    sampling = SamplingConfig(temperature=temperature)
+    found = {done.request_id: done for done in Decoder(target, drafter, sampling=sampling).generate(requests)}
+    drafted = {token for done in found.values() for event in done.rounds for token in event.draft_ids}
+    assert drafted
+    assert drafted <= set(chosen.tolist())
+    if temperature == 0:
+        plain = {done.request_id: done for done in Decoder(target, None, sampling=sampling).generate(requests)}
+        assert all(found[name].output_ids == plain[name].output_ids for name in plain)
+    with pytest.raises(SettingError, match=r"5 draft tokens given.*drafter\.draft_vocab_size"):
+        drafter.restrict_vocabulary(torch.arange(5))
