@@ -9,7 +9,8 @@
    `bare loop`  this code's packs, attention and loss under the same optimizer, without DeepSpeed or Ray.
    `DeepSpeed`  the same under the training engine, packs read from the cache by a loader worker ahead of need.
    `Ray Train`  that again in a training group's worker.
-3. Print seconds a step, supervised positions a second, peak memory, the loss and the gradient's norm (equal where the
+3. Print seconds a step, those of the processor in this process (which a busy machine changes less), supervised
+   positions a second, peak memory, the loss and the gradient's norm (equal where the
    step is the same), the loader's wait, and on a GPU the model FLOPs utilisation.
 
     python benchmarks/train_step.py                                          # SmolLM2-135M's shape, on a CPU
@@ -338,18 +339,19 @@ def measure(task: dict[str, Any]) -> dict[str, float]:
         "plain": bench.plain_steps,
         "bare loop": bench.bare_steps,
     }
-    found, clock = [], time.perf_counter()
+    found, clock, processor = [], time.perf_counter(), time.process_time()
     for loss, norm, supervised, waited in ways.get(task["way"], bench.engine_steps)():
         if bench.device != "cpu":
             torch.cuda.synchronize()
-        found.append((time.perf_counter() - clock, loss, norm, supervised, waited))
-        clock = time.perf_counter()
+        found.append((time.perf_counter() - clock, loss, norm, supervised, waited, time.process_time() - processor))
+        clock, processor = time.perf_counter(), time.process_time()
     counted = found[1:] or found
     seconds = [one[0] for one in counted]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "step_s": statistics.mean(seconds),
         "start_s": clock - began - sum(one[0] for one in found),
+        "cpu_s": statistics.mean(one[5] for one in counted),
         "supervised_per_s": sum(one[3] for one in counted) / sum(seconds),
         "supervised": sum(one[3] for one in counted) / len(counted),
         "peak_bytes": peak if bench.device == "cpu" else torch.cuda.max_memory_allocated(),
@@ -393,7 +395,16 @@ def main() -> None:
         return
     shape = SHAPES[options.shape]
     shape = replace(shape, sequences=options.sequences or shape.sequences)
-    columns = ("s a step", "supervised positions/s", "peak MB", "loader wait", "start s", "loss", "gradient norm")
+    columns = (
+        "s a step",
+        "CPU s",
+        "supervised positions/s",
+        "peak MB",
+        "loader wait",
+        "start s",
+        "loss",
+        "gradient norm",
+    )
     print(f"{options.shape} on {options.device}, {options.threads} threads, {shape.sequences} sequences a step")
     print("| way |", " | ".join(columns), "|\n|" + " --- |" * (len(columns) + 1))
     results = {}
@@ -409,11 +420,10 @@ def main() -> None:
                 continue
             results[way] = found = json.loads(done.stdout.splitlines()[-1])
             wait = f"{found['wait_share']:.1%}" if way in WAYS[2:] else "-"
-            print(
-                f"| {way} | {found['step_s']:.2f} | {found['supervised_per_s']:.0f} | {found['peak_bytes'] / 1e6:.0f} "
-                f"| {wait} | {found['start_s']:.1f} | {found['loss']:.6f} | {found['gradient_norm']:.5f} |",
-                flush=True,
-            )
+            cells = [f"{found[name]:.2f}" for name in ("step_s", "cpu_s")]
+            cells += [f"{found['supervised_per_s']:.0f}", f"{found['peak_bytes'] / 1e6:.0f}", wait]
+            cells += [f"{found['start_s']:.1f}", f"{found['loss']:.6f}", f"{found['gradient_norm']:.5f}"]
+            print("|", " | ".join([way, *cells]), "|", flush=True)
     _compare(results, options.peak_tflops)
 
 
@@ -422,7 +432,11 @@ def _compare(results: dict[str, dict[str, float]], peak_tflops: float | None) ->
     if plain and bare:
         speed = bare["supervised_per_s"] / plain["supervised_per_s"]
         memory = bare["peak_bytes"] / plain["peak_bytes"]
-        print(f"against the plain way: {speed:.2f} times the supervised positions a second, {memory:.2f} of its memory")
+        processor = plain["cpu_s"] / bare["cpu_s"]
+        print(
+            f"against the plain way: {speed:.2f} times the supervised positions a second ({processor:.2f} times those "
+            f"of a CPU second), {memory:.2f} of its memory"
+        )
     for way in WAYS[2:]:
         if bare and way in results:
             print(f"{way} over the bare loop: {results[way]['step_s'] / bare['step_s'] - 1:+.1%} a step")
