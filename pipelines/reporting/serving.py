@@ -23,7 +23,8 @@ MAIN = "dspark"
 WITHOUT_CONFIDENCE = ("none", "one-slot", "static", "full")
 WITH_CONFIDENCE = ("threshold", "scheduler", "two-steps-behind")
 MOST_ROUNDS = 1500  # recorded rounds that the page computes with
-STEPS = 200
+# A load is replayed until so many rounds were seen, and for so many steps at least.
+ROUNDS, FEWEST_STEPS = 6000, 150
 
 
 def policies_of(has_confidence: bool) -> tuple[str, ...]:
@@ -95,7 +96,12 @@ def serving(
     for name in policies:
         policy = length_policy(name, costs, static_length=static_length, threshold=threshold)
         for count in users:
-            replayed.append({"policy": name, **replay(recording, costs, policy, count, steps=STEPS).to_dict()})
+            replayed.append(
+                {
+                    "policy": name,
+                    **replay(recording, costs, policy, count, steps=max(FEWEST_STEPS, ROUNDS // count)).to_dict(),
+                }
+            )
     return {
         "temperature": temperature,
         "policies": list(policies),

@@ -136,7 +136,7 @@ dl.pairs{display:grid;grid-template-columns:fit-content(38%) 1fr;gap:4px 18px;ma
 dl.pairs dt{color:var(--soft)}dl.pairs dd{margin:0;overflow-wrap:anywhere;min-width:0}
 footer{padding-block:44px 60px;color:var(--soft);font-size:.86rem}
 .only-script{display:none}.script .only-script{display:block}.script .controls.only-script{display:flex}
-@media (max-width:520px){th,td{padding-right:10px}.big small{margin-left:.4rem}}
+@media (max-width:520px){th,td{padding-right:10px}.load .meter{display:none}.big small{margin-left:.4rem}}
 @media print{body{font-size:10.5pt}
 nav,.skip,.controls,.inspector,.only-script,.script .only-script{display:none!important}
 main,header,footer{max-width:none;padding:0}section{padding-top:20pt}.panel{border-color:#bbb}

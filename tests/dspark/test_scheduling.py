@@ -63,26 +63,47 @@ def is_unimodal(theta: np.ndarray) -> bool:
     return not (np.diff(rises.astype(int)) > 0).any()
 
 
-def test_schedulers_against_brute_force(capsys: pytest.CaptureFixture[str]) -> None:
+def compared_with_brute_force(cases: int = 2000) -> dict[str, np.ndarray]:
+    """Shortfalls 1 - Θ/Θ_best of 3 requests x 4 slots, every second case on a jagged curve.
+
+    "stale" is the two-steps-behind variant whose capacity comes from confidences of other tokens of the same kind.
+    """
     rng = np.random.default_rng(0)
-    gaps, unimodal = [], 0
-    for case in range(2000):
+    found: dict[str, list[float]] = {name: [] for name in ("global", "algorithm 1", "behind", "stale")}
+    kinds: dict[str, list[bool]] = {"unimodal": [], "jagged": []}
+    for case in range(cases):
         chances, cost = random_case(rng, jagged=case % 2 == 1)
+        past = np.cumprod(rng.uniform(0.2, 1.0, (3, 4)), axis=1)
         best = brute_force(chances, cost)
-        assert objective(chances, global_search(chances, cost), cost) == pytest.approx(best, rel=1e-12)
-        ours = objective(chances, algorithm_1(chances, cost), cost)
-        if is_unimodal(throughput_curve(chances, cost)[1]):
-            unimodal += 1
-            assert ours == pytest.approx(best, rel=1e-12)
-        else:
-            gaps.append(1 - ours / best)
-        behind = objective(chances, two_steps_behind(chances, chances, cost), cost)
-        assert behind == pytest.approx(best, rel=1e-12), "with unchanged confidences the capacity is the best one"
+        lengths = {
+            "global": global_search(chances, cost),
+            "algorithm 1": algorithm_1(chances, cost),
+            "behind": two_steps_behind(chances, chances, cost),
+            "stale": two_steps_behind(past, chances, cost),
+        }
+        for name, chosen in lengths.items():
+            found[name].append(1 - objective(chances, chosen, cost) / best)
+        kinds["unimodal"].append(is_unimodal(throughput_curve(chances, cost)[1]))
+        kinds["jagged"].append(case % 2 == 1)
+    return {name: np.array(values) for name, values in (found | kinds).items()}
+
+
+def test_schedulers_against_brute_force(capsys: pytest.CaptureFixture[str]) -> None:
+    found = compared_with_brute_force()
+    unimodal, jagged = found["unimodal"], found["jagged"]
+    assert found["global"] == pytest.approx(0, abs=1e-12)
+    assert found["algorithm 1"][unimodal] == pytest.approx(0, abs=1e-12)
+    assert found["behind"] == pytest.approx(0, abs=1e-12), "with unchanged confidences the capacity is the best one"
+    gaps, stale = found["algorithm 1"][~unimodal], found["stale"][jagged]
     with capsys.disabled():
-        print(f"\nAlgorithm 1: equal to brute force in {unimodal} unimodal cases; elsewhere ", end="")
-        print(f"({len(gaps)} cases) short of the best by {np.mean(gaps):.1%} on average, at most {np.max(gaps):.1%}")
-    assert unimodal > 100
+        print(f"\nAlgorithm 1: equal to brute force in {unimodal.sum()} unimodal cases; elsewhere ", end="")
+        print(f"({len(gaps)} cases) short of the best by {gaps.mean():.1%} on average, at most {gaps.max():.1%}")
+        print(f"Two steps behind, other confidences, {len(stale)} jagged curves: {stale.mean():.1%} short on average, ")
+        print(f"at most {stale.max():.1%}; Algorithm 1 there {found['algorithm 1'][jagged].mean():.1%}")
+    assert unimodal.sum() > 100
     assert len(gaps) > 50
+    # Early stopping on a jagged curve costs more than a capacity that is two steps old.
+    assert stale.mean() < found["algorithm 1"][jagged].mean()
 
 
 def test_toy_of_the_paper() -> None:
@@ -180,9 +201,10 @@ def test_scheduling_is_quick() -> None:
 
 
 def _seconds(rule, chances: np.ndarray, cost: CostTable) -> float:
-    start = time.perf_counter()
+    # Processor time: another process on the machine does not count.
+    start = time.thread_time()
     rule(chances, cost)
-    return time.perf_counter() - start
+    return time.thread_time() - start
 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=1.0)])
