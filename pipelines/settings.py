@@ -46,13 +46,14 @@ class PromptSource(Section):
     """Prompts of one source.
 
     `source` is `demonstration:SPLIT` (shipped), `benchmark:NAME`, `hub:OWNER/NAME`, or the path of a JSONL file whose
-    rows have `conversations` or `turns`.
+    rows have `conversations` or `turns`. On a machine without a hub, `folder` has NAME.jsonl of the benchmarks.
     """
 
     source: str = Field(min_length=1)
     revision: str | None = None  # hub and benchmark sources
     subset: str | None = None  # hub sources
     split: str = "train"  # hub sources
+    folder: str | None = None  # benchmark sources: NAME.jsonl is read here instead of the hub, as many rows of it
     domain: str | None = None  # overrides the rows' own
     skip: Annotated[int, Field(ge=0)] = 0
     limit: Positive | None = None
@@ -124,10 +125,11 @@ class PilotSettings(Section):
     """
 
     share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1  # of the conversations, spread evenly
-    max_tokens: Positive = 4_000_000  # but no more than these
+    max_tokens: Positive = 1_000_000  # but no more than these
     algorithms: tuple[Algorithm, ...] = ()  # none: the drafter's own
     epochs: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None  # null: train.epochs
     max_steps: Positive | None = None
+    global_batch_size: Positive = 32  # or the training's, where that is smaller: few conversations, many steps
     prior: NonNegative = 0.1  # weight of a reader that looks at all channels alike
 
 

@@ -30,6 +30,8 @@ from storage.filesystems import Folder
 from storage.target_cache import CodecSpec, TargetCache, is_finished
 
 if TYPE_CHECKING:
+    import torch
+
     from pipelines.progress import Reporter
     from pipelines.run import Run
 
@@ -37,7 +39,7 @@ FINDINGS = "findings.json"
 EXACT = {part: CodecSpec(name="bf16") for part in ("features", "teacher")}
 JUDGED_TOKENS = 8192  # tokens that the candidates are judged on
 KEPT_DIRECTIONS = 3.0  # hidden sizes
-DIRECTION_TOKENS = 16_384  # tokens that the directions' statistics come from
+MIN_DIRECTION_TOKENS, TOKENS_A_CHANNEL = 16_384, 8  # that the directions' statistics come from, where there are as many
 
 
 def pilot_settings(settings: Settings, algorithm: str) -> Settings:
@@ -53,6 +55,7 @@ def pilot_settings(settings: Settings, algorithm: str) -> Settings:
         if drafter["initial_weights"] not in ("random", "target"):
             drafter["initial_weights"] = "target"
     train |= {"held_out_rows": 0, "epochs": pilot.epochs or settings.train.epochs}
+    train["global_batch_size"] = min(pilot.global_batch_size, settings.train.global_batch_size)
     train["max_steps"] = pilot.max_steps or settings.train.max_steps
     return settings_from_dict(values)
 
@@ -155,6 +158,19 @@ class FindUnit:
     sample: tuple[Conversation, ...]
 
 
+class _CachedRows(Sequence[tuple["torch.Tensor", bool]]):
+    """Exact states of some rows of a cache, read when they are looked at."""
+
+    def __init__(self, cache: TargetCache, rows: range) -> None:
+        self._cache, self._rows = cache, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._cache.row(self._rows[index]).features, True
+
+
 class PilotWorker(CaptureWorker):
     """Holds the target; `root` is the pilot's folder."""
 
@@ -183,8 +199,10 @@ class PilotWorker(CaptureWorker):
         from storage.codecs.directions import reader_directions
 
         cache = TargetCache.open(f"{self.root}/cache")
-        step = max(1, sum(len(row.input_ids) for row in unit.sample) // DIRECTION_TOKENS)
-        sample = [(cache.row(index).features.float(), True) for index in range(0, len(cache), step)]
+        width = self.target.hidden_size * len(self.target.layer_ids)
+        tokens = sum(len(row.input_ids) for row in unit.sample)
+        step = max(1, tokens // max(MIN_DIRECTION_TOKENS, TOKENS_A_CHANNEL * width))
+        sample = _CachedRows(cache, range(0, len(cache), step))
         # More than the cache asks for: another number then needs no other pilot.
         kept = max(KEPT_DIRECTIONS, self.settings.cache.directions)
         count = count_directions(examine_target(self.settings), kept)

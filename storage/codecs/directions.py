@@ -13,7 +13,7 @@ The prior also orders what is kept beyond the rank of the pilots' projections.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -27,20 +27,22 @@ def reader_directions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """P [C, W] and the share of the readers' variance that each of its coordinates carries [C], strongest first.
 
-    `projections`: F_i [d, W] of trained pilots; `sample`: sequences of states [R, W], first tokens left out of all
-    statistics. Coordinates P x are uncorrelated, of one variance, and together about as large in absolute value as the
-    states, so that a learning rate keeps its meaning. Raises ValueError for a count outside 1..W.
+    `projections`: F_i [d, W] of trained pilots, on the device that does the work; `sample`: sequences of states [R, W],
+    read several times, first tokens left out of all statistics. Coordinates P x are uncorrelated, of one variance, and
+    together about as large in absolute value as the states, so that a learning rate keeps its meaning.
+
+    Raises ValueError for a count outside 1..W.
     """
-    states = torch.cat([values[1 if first else 0 :] for values, first in sample]).double()
-    width = states.shape[1]
+    device = projections[0].device if projections else torch.device("cpu")
+    mean, covariance, magnitude = _moments(sample, device)
+    width = len(mean)
     if not 1 <= count <= width:
         raise ValueError(f"{count} directions asked for; the captured states have {width}")
-    covariance = torch.cov(states.t(), correction=0)
     spread = covariance.diagonal().clamp_min(1e-12)
     metric = torch.diag(prior / spread / width)
     for projection in projections:
-        f = projection.double().to(states.device)
-        metric += f.t() @ f / torch.einsum("ij,jk,ik->", f, covariance, f).clamp_min(1e-12)
+        f = projection.double().to(device)
+        metric += f.t() @ f / ((f @ covariance) * f).sum().clamp_min(1e-12)
     values, vectors = torch.linalg.eigh(covariance)
     values = values.clamp_min(1e-9 * values.max()).sqrt()
     root, inverse_root = vectors * values @ vectors.t(), vectors / values @ vectors.t()
@@ -48,5 +50,31 @@ def reader_directions(
     shares, directions = shares.flip(0)[:count], directions.flip(1)[:, :count].t()
     directions *= torch.sign(directions.gather(1, directions.abs().argmax(1, keepdim=True)))
     chosen = directions @ inverse_root
-    scale = states.abs().sum(1).mean() / (states @ chosen.t()).abs().sum(1).mean()
-    return (scale * chosen).float().contiguous(), (shares / (len(projections) + prior)).float()
+    total = sum((x @ chosen.t()).abs().sum() for x in _rows(sample, device))
+    scale = magnitude / (total / _count(sample))
+    return (scale * chosen).float().cpu().contiguous(), (shares / (len(projections) + prior)).float().cpu()
+
+
+def _rows(sample: Sample, device: torch.device) -> Iterator[torch.Tensor]:
+    """The sample's states but first tokens, a sequence at a time, float64."""
+    for values, first in sample:
+        yield values[1 if first else 0 :].to(device, torch.float64)
+
+
+def _count(sample: Sample) -> int:
+    return sum(len(values) - first for values, first in sample)
+
+
+def _moments(sample: Sample, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean [W], covariance [W, W] and mean sum of absolute values; the states are never all in memory."""
+    count, width = _count(sample), sample[0][0].shape[1]
+    mean = torch.zeros(width, dtype=torch.float64, device=device)
+    magnitude = torch.zeros((), dtype=torch.float64, device=device)
+    for x in _rows(sample, device):
+        mean += x.sum(0) / count
+        magnitude += x.abs().sum() / count
+    covariance = torch.zeros(width, width, dtype=torch.float64, device=device)
+    for x in _rows(sample, device):
+        centred = x - mean
+        covariance.addmm_(centred.t(), centred, alpha=1 / count)
+    return mean, covariance, magnitude
