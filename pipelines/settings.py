@@ -247,7 +247,7 @@ class EvaluateSettings(Section):
     static_length: Annotated[int, Field(ge=0)] | None = None
     threshold: Share | None = None
     plain: bool = True  # decode without a drafter as well
-    without_sequential_head: bool = True  # decode with the head switched off as well
+    without_sequential_head: bool = True  # decode with the head off as well, at the first temperature
     one_slot: bool = False  # decode with the drafter's first slot alone as well
     baselines: dict[str, str] = Field(default={})  # name: folder of another published drafter, decoded as well
     cost: StepCostSettings = StepCostSettings()

@@ -78,7 +78,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     for temperature in wanted.temperatures:
         # Greedy answers are the same whatever the seed.
         for seed in wanted.seeds if temperature > 0 else wanted.seeds[:1]:
-            for variant, policy in decodings(settings):
+            for variant, policy in decodings(settings, temperature):
                 units += cut(
                     prompts,
                     variant=variant,
@@ -104,14 +104,15 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     }
 
 
-def decodings(settings: Settings) -> list[tuple[str, str]]:
-    """(variant, policy) pairs that the settings ask for. Whole blocks of the drafter are always among them."""
+def decodings(settings: Settings, temperature: float) -> list[tuple[str, str]]:
+    """(variant, policy) pairs at a temperature. Whole blocks of the drafter are always among them."""
     wanted = settings.evaluate
+    has_head = settings.drafter.algorithm == "dspark" and settings.drafter.markov_rank
     found = [(PLAIN, FULL)] if wanted.plain else []
     found.append((DSPARK, FULL))
     if wanted.policy != FULL:
         found.append((DSPARK, wanted.policy))
-    if wanted.without_sequential_head and settings.drafter.algorithm == "dspark" and settings.drafter.markov_rank:
+    if wanted.without_sequential_head and has_head and temperature == wanted.temperatures[0]:
         found.append((NO_HEAD, FULL))
     if wanted.one_slot:
         found.append((ONE_SLOT, FULL))

@@ -106,8 +106,8 @@ def test_a_policy_is_what_decodes(
     own = replace(
         plan, settings=plan.settings.model_copy(update={"evaluate": wanted}), folder=str(tmp_path), costs=costs
     )
-    assert (DSPARK, policy) in decodings(own.settings)
-    assert (DSPARK, FULL) in decodings(own.settings)
+    assert (DSPARK, policy) in decodings(own.settings, 0.0)
+    assert (DSPARK, FULL) in decodings(own.settings, 0.0)
     worker = DecodeWorker(own)
     texts = {}
     for variant, chosen in ((DSPARK, policy), (DSPARK, FULL), ("plain", FULL)):
