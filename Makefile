@@ -46,3 +46,5 @@ include tests/dspark/evidence.mk
 include tests/pipelines/training/training_kill_sweep.mk
 
 include benchmarks/codecs.mk
+
+include tests/storage/cache_evidence.mk

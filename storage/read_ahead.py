@@ -226,12 +226,13 @@ def serve(descriptor: int) -> None:
             send(connection, message)
             del message
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return
+        os._exit(0)  # at once: an orderly end would wait for the thread above
 
 
 def _end_with_reader() -> None:
     """Standard input closes when the process that reads is gone, whatever this one is busy with."""
-    sys.stdin.buffer.read()
+    while os.read(0, 1):
+        pass
     os._exit(0)
 
 

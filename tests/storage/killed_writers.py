@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from cache_builders import SAMPLES, fit, make_row, rows_of
 
 from storage.checkpoints import complete_checkpoints, save_checkpoint
 from storage.target_cache import CachePlan, TargetCache, create_or_resume, finish, write_unit
+
+LENGTH_OF = dict(SAMPLES)
 
 
 def build_until_killed(root: str, plan: CachePlan, event: int) -> None:
@@ -83,3 +86,43 @@ def read_through_copy(root: str, copy: str, limit: int, seed: int) -> None:
     for index in order:
         exact = make_row(*SAMPLES[index])
         assert torch.equal(cache.row(index).features, exact.features.flatten(1))  # type: ignore[union-attr]
+
+
+def drive(root: str, plan: CachePlan, workers: int) -> None:
+    """A driver and its workers, each a process of its own: workers write units, a dead one's are given to the next."""
+    torch.set_num_threads(1)
+    create_or_resume(root, plan, lambda: fit(plan))
+    while left := sorted(set(range(len(plan.units))) - create_or_resume(root, plan)):
+        children = []
+        for number in range(workers):
+            child = os.fork()
+            if not child:
+                try:
+                    for unit in left[number::workers]:
+                        write_unit(root, unit, rows_of(plan, unit))
+                finally:
+                    os._exit(0)
+            children.append(child)
+        for child in children:
+            os.waitpid(child, 0)
+    finish(root)
+
+
+def read_on(root: str, findings: str) -> None:
+    """Read all that a reader can see, again and again, and compare; opens and rows are counted in `findings`."""
+    torch.set_num_threads(1)
+    opens = rows = 0
+    while not Path(f"{findings}.stop").exists():
+        try:
+            cache = TargetCache.open(root, partial=True)
+        except FileNotFoundError:  # not begun
+            time.sleep(0.002)
+            continue
+        opens += 1
+        for index, sample_id in enumerate(cache.sample_ids):
+            row, exact = cache.row(index), make_row(sample_id, LENGTH_OF[sample_id])
+            assert row.input_ids.tolist() == exact.input_ids.tolist()
+            assert row.spans == tuple(exact.spans)
+            rows += 1
+        time.sleep(0.01)
+    Path(findings).write_text(f"{opens} {rows}")

@@ -134,3 +134,9 @@ def test_bad_bounds_are_refused(cache: TargetCache) -> None:
         ReadAhead(cache, [1], work.raw, cost=nothing, workers=0)
     assert cache.decoded_bytes(0) == SAMPLES[0][1] * (2 * 4 * 32 + 16)
     assert cache.decoded_bytes([0, 2]) == cache.decoded_bytes(0) + cache.decoded_bytes(2)
+
+
+def test_workers_end_quietly(cache: TargetCache, capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(3):
+        assert len(list(cache.rows(range(4), workers=2))) == 4
+    assert capfd.readouterr().err == ""
