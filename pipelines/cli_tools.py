@@ -66,7 +66,17 @@ def decode(
     resolved = settings_of(config, overrides or [])
     if not prompt:
         raise UserError("there is no prompt; add --prompt 'your question'")
-    from pipelines.decode import decode_one
+    from rich.console import Console
+    from rich.text import Text
+
+    from pipelines.decode import STYLES, Piece, decode_one
+
+    screen = Console(highlight=False)
+    watched = screen.is_terminal and not as_json
+
+    def show(piece: Piece) -> None:
+        text = piece.text.replace("\n", "⏎") if piece.kind == "rejected" else piece.text
+        screen.print(Text(text, STYLES[piece.kind]), end="", soft_wrap=True)
 
     answer = decode_one(
         resolved,
@@ -74,8 +84,14 @@ def decode(
         drafter=drafter or None,
         temperature=temperature,
         max_new_tokens=max_new_tokens,
+        watch=show if watched else None,
     )
-    print(json.dumps(answer.to_dict(), indent=2) if as_json else answer.marked_text())
+    if watched:
+        key = Text.assemble(*[(f" {kind} ", style) for kind, style in STYLES.items()])
+        screen.print("\n\n" + answer.figures())
+        screen.print(key)
+    else:
+        print(json.dumps(answer.to_dict(), indent=2) if as_json else answer.marked_text())
 
 
 def settings(config: ConfigArgument, overrides: OverridesArgument = None, as_json: JsonOption = False) -> None:

@@ -1,20 +1,28 @@
-"""`dspark decode CONFIG --prompt TEXT`: one answer, with what was drafted and what the target accepted."""
+"""`dspark decode RUN --prompt TEXT`: one answer, watched while it is drafted and verified, token by token."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipelines.data.chat import render_prompt, thinks
 from pipelines.errors import UserError
+from pipelines.reporting.samples import Decode, piece
 from pipelines.run import Run
 from pipelines.settings import Settings
+
+if TYPE_CHECKING:
+    from dspark.events import RoundEvent
+
+# How a terminal shows a piece: rich styles.
+STYLES = {"accepted": "green", "rejected": "red strike dim", "target": "bold yellow"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Some of an answer's text; `kind` is accepted (drafted), rejected (drafted) or target (the target's own token)."""
+    """A token's text; `kind` is accepted (drafted), rejected (drafted) or target (the target's own token)."""
 
     kind: str
     text: str
@@ -35,22 +43,37 @@ class Answer:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def marked_text(self) -> str:
-        """Accepted drafts in [brackets], the target's own tokens bare, the figures below."""
-        shown = "".join(f"[{piece.text}]" if piece.kind == "accepted" else piece.text for piece in self._kept())
+    def figures(self) -> str:
+        """One line: tokens, rounds, accepted length, time, how it ended."""
         return (
-            f"{shown}\n\n{self.tokens} tokens in {self.rounds} rounds, accepted length {self.accepted_length:.2f}, "
-            f"{self.seconds:.1f} s, ended by {self.finish_reason}; [drafted and accepted], bare: the target's own"
+            f"{self.tokens} tokens in {self.rounds} rounds, accepted length {self.accepted_length:.2f}, "
+            f"{self.seconds:.1f} s, ended by {self.finish_reason}"
         )
 
-    def _kept(self) -> list[Piece]:
-        return [piece for piece in self.pieces if piece.kind != "rejected"]
+    def marked_text(self) -> str:
+        """Runs of accepted drafts in [brackets], the target's own tokens bare, the figures below."""
+        shown, inside = "", False
+        for one in (found for found in self.pieces if found.kind != "rejected"):
+            drafted = one.kind == "accepted"
+            shown += ("]" if inside and not drafted else "") + ("[" if drafted and not inside else "") + one.text
+            inside = drafted
+        shown += "]" if inside else ""
+        return f"{shown}\n\n{self.figures()}; [drafted and accepted], bare: the target's own"
 
 
 def decode_one(
-    settings: Settings, prompt: str, *, drafter: str | None, temperature: float, max_new_tokens: int
+    settings: Settings,
+    prompt: str,
+    *,
+    drafter: str | None,
+    temperature: float,
+    max_new_tokens: int,
+    watch: Callable[[Piece], None] | None = None,
 ) -> Answer:
-    """Answer a prompt with the run's published drafter, or another one. Raises UserError if there is none."""
+    """Answer a prompt with the run's published drafter, or another one. Raises UserError if there is none.
+
+    `watch` gets every piece as soon as its round is over.
+    """
     from dspark.decoding import Decoder, Request, SamplingConfig
     from dspark.drafter import load_drafter
     from pipelines.stages.workers import open_target
@@ -74,27 +97,51 @@ def decode_one(
         stop_token_ids=frozenset(facts.stop_token_ids),
         seed=settings.run.seed,
     )
-    sampling = SamplingConfig(temperature=temperature)
-    decoder = Decoder(target, model, sampling=sampling, max_rows=1)
-    (completion,) = decoder.generate([request])
-    return _answer(completion, target.tokenizer)
+    decoder = Decoder(target, model, sampling=SamplingConfig(temperature=temperature), max_rows=1)
+    transcript = _Transcript(lambda ids: str(target.tokenizer.decode(ids)), watch)
+    (completion,) = decoder.generate([request], on_round=lambda _, event: transcript.add(event))
+    if not completion.rounds:
+        transcript.token("target", completion.output_ids[0])
+    return _answer(completion, transcript)
 
 
-def _answer(completion: Any, tokenizer: Any) -> Answer:
-    def text(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids))
+class _Transcript:
+    """The answer's pieces, handed on as they come."""
 
-    first = completion.output_ids[: completion.rounds[0].position if completion.rounds else None]
-    pieces = [Piece(kind="target", text=text(first))]
-    for event in completion.rounds:
+    def __init__(self, decode: Decode, watch: Callable[[Piece], None] | None) -> None:
+        self.decode, self.watch = decode, watch
+        self.ids: list[int] = []
+        self.pieces: list[Piece] = []
+
+    def token(self, kind: str, token: int, before: Sequence[int] | None = None) -> None:
+        """A token after those of the answer, or after `before`, where it does not become part of it."""
+        found = Piece(kind=kind, text=piece(self.decode, self.ids if before is None else before, token))
+        if before is None:
+            self.ids.append(token)
+        self.pieces.append(found)
+        if self.watch is not None:
+            self.watch(found)
+
+    def add(self, event: RoundEvent) -> None:
+        """One round: accepted drafts, the first rejected one and what followed it, the target's own token."""
+        if not self.ids:
+            self.token("target", event.anchor_id)  # from the pass over the prompt
         drafted = event.committed - int(event.bonus)
-        pieces.append(Piece(kind="accepted", text=text(event.committed_ids[:drafted])))
-        pieces.append(Piece(kind="rejected", text=text(event.draft_ids[drafted : event.scheduled])))
-        pieces.append(Piece(kind="target", text=text(event.committed_ids[drafted:])))
+        for token in event.committed_ids[:drafted]:
+            self.token("accepted", token)
+        ghost = list(self.ids)
+        for token in event.draft_ids[drafted : event.scheduled]:
+            self.token("rejected", token, ghost)
+            ghost.append(token)
+        for token in event.committed_ids[drafted:]:
+            self.token("target", token)
+
+
+def _answer(completion: Any, transcript: _Transcript) -> Answer:
     rounds = len(completion.rounds)
     return Answer(
-        text=text(completion.output_ids),
-        pieces=tuple(piece for piece in pieces if piece.text),
+        text=transcript.decode(completion.output_ids),
+        pieces=tuple(transcript.pieces),
         rounds=rounds,
         tokens=len(completion.output_ids),
         accepted_length=sum(event.committed for event in completion.rounds) / max(rounds, 1),

@@ -11,7 +11,7 @@ from dspark.config import DrafterConfig
 from dspark.drafter import save_drafter
 from dspark.starting_weights import build_drafter
 from dspark.target import Target
-from pipelines.decode import decode_one
+from pipelines.decode import Answer, Piece, decode_one
 from pipelines.errors import UserError
 from pipelines.refit import refit_settings
 from pipelines.settings import load_settings
@@ -65,7 +65,13 @@ def test_refits_that_cannot_work_are_refused(published: Path, toy_folder: Path, 
 
 def test_one_answer_shows_its_rounds(published: Path, toy_folder: Path, tmp_path: Path) -> None:
     settings = load_settings(config_file(tmp_path, toy_folder), ["drafter.target_layer_ids=[0]"])
-    answer = decode_one(settings, "hello", drafter=str(published), temperature=0.0, max_new_tokens=12)
+    watched: list[Piece] = []
+    answer = decode_one(
+        settings, "hello", drafter=str(published), temperature=0.0, max_new_tokens=12, watch=watched.append
+    )
+    assert tuple(watched) == answer.pieces
+    assert sum(piece.kind != "rejected" for piece in answer.pieces) == answer.tokens
+    assert answer.pieces[0].kind == "target"  # the token that the prompt's own pass gives
     assert 1 <= answer.tokens <= 12
     assert answer.accepted_length >= 1
     kept = "".join(piece.text for piece in answer.pieces if piece.kind != "rejected")
@@ -74,3 +80,12 @@ def test_one_answer_shows_its_rounds(published: Path, toy_folder: Path, tmp_path
     assert "rounds, accepted length" in answer.marked_text()
     with pytest.raises(UserError, match="there is no drafter in"):
         decode_one(settings, "hello", drafter=None, temperature=0.0, max_new_tokens=12)
+
+
+def test_drafted_text_stands_in_brackets() -> None:
+    kinds = (("target", "Two "), ("accepted", "and "), ("accepted", "two "), ("rejected", "is"), ("target", "make "))
+    pieces = tuple(Piece(kind=kind, text=text) for kind, text in kinds)
+    answer = Answer(
+        text="", pieces=pieces, rounds=1, tokens=4, accepted_length=3.0, finish_reason="length", seconds=0.5
+    )
+    assert answer.marked_text().startswith("Two [and two ]make \n\n4 tokens in 1 rounds, accepted length 3.00")
