@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from pipelines.progress import Reporter
     from pipelines.run import Run
 
-FIT_TOKENS = 8192  # tokens whose states codecs are fitted on
+# Tokens whose states codecs are fitted on: statistics over all captured channels want several for each of them.
+MIN_FIT_TOKENS, FIT_TOKENS_A_CHANNEL = 8192, 4
 # Largest mean total variation between a reader's teacher and the live target. A layer too early, a missing norm or
 # another row's states give 0.5 and more; coding gives a few hundredths.
 AUDIT_BOUND_EXACT, AUDIT_BOUND_LOSSY = 0.03, 0.15
@@ -210,7 +211,8 @@ def _create(
     assert plan.teacher is not None
     fitted = {plan.features.name, plan.teacher.name} - {"bf16", "bf16-planes"}
     if fitted and not Folder(root).exists("manifest.json"):
-        sample = spread(rows, max(8, FIT_TOKENS * len(rows) // plan.tokens))
+        tokens = max(MIN_FIT_TOKENS, FIT_TOKENS_A_CHANNEL * plan.num_layers * plan.hidden_size)
+        sample = spread(rows, max(8, tokens * len(rows) // plan.tokens))
         unit = FitUnit(rows=tuple(sample), plan=plan, directions=pilot, temperature=settings.cache.temperature)
         on_pool(
             settings,

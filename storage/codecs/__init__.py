@@ -39,6 +39,9 @@ CODECS: dict[str, type[Codec]] = {
 }
 
 
+JUDGED_POSITIONS = 4096  # of the teacher, on which its codecs are measured
+
+
 @dataclass(frozen=True, kw_only=True)
 class CodecSpec:
     """A codec asked for: its name and settings. Part of the cache's identity; what was fitted is not."""
@@ -99,10 +102,16 @@ def fit_teacher(
     else:
         codec = fit_codec(spec, last_state_sample(fitting), width=width)
     codec.target = target
-    judged = [row for row in judged if len(row.positions)]
+    judged = _up_to([row for row in judged if len(row.positions)], JUDGED_POSITIONS)
     if judged and (target is not None or not codec.teacher_only):
         codec.measured = measure_teacher(codec, judged, temperature=temperature)
     return codec
+
+
+def _up_to(rows: Sequence[TeacherRow], positions: int) -> list[TeacherRow]:
+    """Rows spread evenly, with about so many teacher positions in all, one row at least."""
+    total = sum(len(row.positions) for row in rows)
+    return list(rows[:: -(-total // positions)]) if total > positions else list(rows)
 
 
 def measure_teacher(codec: Codec, rows: Sequence[TeacherRow], *, temperature: float = 1.0) -> dict[str, Any]:
