@@ -96,6 +96,8 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `pilot/`."""
+    from pipelines.training.log import LOG, read_log
+
     facts = examine_target(settings)
     root, conversations = run.location("pilot"), Folder(run.location("regenerate"))
     inputs = {"regenerate": run.identity("regenerate")}
@@ -112,9 +114,9 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
             for algorithm in algorithms_of(settings):
                 of, output = pilot_settings(settings, algorithm), Path(run.directory.path("pilot"), algorithm)
                 steps[algorithm] = count_steps(of, len(sample))
-                if not Folder(output).exists("final/model.safetensors"):
-                    log = train_on(of, facts, cache, output, reporter, name=f"{algorithm} pilot")
-                    lengths[algorithm] = log[-1].get("tau_probabilistic")
+                if not Folder(output).exists("final/contract.json"):  # what a training writes last
+                    train_on(of, facts, cache, output, reporter, name=f"{algorithm} pilot")
+                lengths[algorithm] = read_log(output / LOG)[-1].get("tau_probabilistic")
         unseen = [row for row in every if row.sample_id not in seen] or list(sample)
         judged = spread(unseen, max(2, JUDGED_TOKENS * len(unseen) // sum(len(row.input_ids) for row in unseen)))
         found: dict[str, Any] = {}
