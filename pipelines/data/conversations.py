@@ -161,7 +161,7 @@ def _open(source: PromptSource) -> tuple[Iterator[tuple[str, dict[str, Any]]], d
     if text.startswith(BENCHMARK):
         from pipelines.data.benchmarks import open_benchmark
 
-        return open_benchmark(text.removeprefix(BENCHMARK), source.revision)
+        return open_benchmark(text.removeprefix(BENCHMARK), source.revision, source.folder)
     if text.startswith(HUB):
         name = text.removeprefix(HUB)
         rows, revision = open_hub_dataset(name, source.subset, source.split, source.revision)

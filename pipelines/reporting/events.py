@@ -157,6 +157,14 @@ class EventLog:
         )
         write_table(self.folder, f"parts/{completion_key(completion.request_id, labels)}.parquet", table)
 
+    def output_ids(self, request_id: str, labels: Labels) -> list[int] | None:
+        """The answer of a completion that is already there; None when it is not."""
+        name = f"parts/{completion_key(request_id, labels)}.parquet"
+        if not self.folder.exists(name):
+            return None
+        metadata = _read(self.folder, name).schema.metadata
+        return list(json.loads(metadata[b"completion"])["output_ids"])
+
     def tables(self, keys: Iterable[str] | None = None) -> tuple[pa.Table, pa.Table]:
         """(events, completions), in an order that does not depend on who wrote first.
 

@@ -2,7 +2,7 @@
 
 A *variant* is what drafts (the drafter, the same without its sequential head, its first slot alone, nothing, another
 drafter), a *policy* how much of it is verified. Work is cut into units of prompts that are decoded together. Each
-finished completion is one file; a unit whose completions are all there is not done again.
+finished completion is one file, and is not decoded again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.data.chat import render_prompt, thinks
@@ -25,8 +26,6 @@ from pipelines.stages.workers import on_pool, open_target, session
 from pipelines.target_facts import TargetFacts
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from dspark.target import Target
     from pipelines.progress import Reporter
 
@@ -148,6 +147,12 @@ def open_drafters(plan: DecodePlan, target: Target) -> dict[str, tuple[Target, A
     found: dict[str, tuple[Target, Any]] = {PLAIN: (target, None)}
     if plan.drafter is not None:
         drafter = load_drafter(plan.drafter, **options)
+        asked = plan.facts.contract(plan.settings, with_block=True)["block_size"]
+        if drafter.block_size != asked:
+            raise UserError(
+                f"the drafter in {plan.drafter} has blocks of {drafter.block_size}, these settings ask for {asked}: set "
+                "drafter.block_size to the checkpoint's"
+            )
         found |= {DSPARK: (target, drafter), ONE_SLOT: (target, drafter)}
         found[NO_HEAD] = (target, without_sequential_head(drafter))
     for name, folder in plan.baselines.items():
@@ -160,10 +165,22 @@ def open_drafters(plan: DecodePlan, target: Target) -> dict[str, tuple[Target, A
                 else Target(target.model, target.tokenizer, target_layer_ids=layers, name=target.name)
             )
             proposer_for(drafter, seen)
+            _require_own_target(Path(folder), plan)
         except (ProposerError, ValueError, OSError) as error:
             raise UserError(f"evaluate.baselines.{name}: {folder} cannot draft for this target: {error}") from error
         found[name] = (seen, drafter)
     return found
+
+
+def _require_own_target(folder: Path, plan: DecodePlan) -> None:
+    """Raises ValueError when the folder's contract names other weights or another tokenizer than this run's target."""
+    path = folder / "contract.json"
+    if not path.is_file():
+        return
+    theirs, ours = json.loads(path.read_text()), plan.facts.contract(plan.settings, with_block=False)
+    for name in ("weights_sha256", "tokenizer_sha256"):
+        if theirs.get(name) != ours[name]:
+            raise ValueError(f"it was made for {theirs.get('target_name')!r}: {name} is {theirs.get(name)}")
 
 
 def prompt_request(
@@ -225,18 +242,20 @@ class DecodeWorker:
                 if (why := decoder.why_not(request)) is not None:
                     skipped[prompt.prompt_id] = why
                     continue
+                # An earlier process may have finished some prompts of this unit.
+                if (done := self.log.output_ids(request.request_id, labels_of(unit, prompt))) is not None:
+                    said[prompt.prompt_id].append(self._answer(done))
+                    continue
                 asked[request.request_id] = prompt
                 requests.append(request)
             began = time.perf_counter()
-            completions = list(decoder.generate(requests)) if requests else []
-            seconds += time.perf_counter() - began
-            for completion in completions:
+            for completion in decoder.generate(requests):
+                seconds += time.perf_counter() - began
                 prompt = asked[completion.request_id]
                 tokens += len(completion.output_ids)
-                ids = [token for token in completion.output_ids if token not in plan.facts.stop_token_ids]
-                text = self.target.tokenizer.decode(ids)
-                said[prompt.prompt_id].append({"role": "assistant", "content": text})
+                said[prompt.prompt_id].append(self._answer(completion.output_ids))
                 self.log.append(completion, labels_of(unit, prompt))
+                began = time.perf_counter()
         record = {
             "drafter": unit.decoding,
             "temperature": unit.temperature,
@@ -247,6 +266,11 @@ class DecodeWorker:
         }
         self.log.folder.write(unit.file, json.dumps(record, indent=1).encode())
         return {"tokens_per_second": tokens / max(seconds, 1e-9)}
+
+    def _answer(self, output_ids: Sequence[int]) -> Message:
+        """What the next turn of a conversation goes on from."""
+        ids = [token for token in output_ids if token not in self.plan.facts.stop_token_ids]
+        return {"role": "assistant", "content": self.target.tokenizer.decode(ids)}
 
     def _request(self, unit: DecodeUnit, prompt: Prompt, messages: Sequence[Message], turn: int) -> Any:
         name = prompt.prompt_id if turn == 0 else f"{prompt.prompt_id}/turn-{turn + 1}"

@@ -8,7 +8,7 @@ import pytest
 
 from pipelines.data import conversations
 from pipelines.data.benchmarks import BENCHMARKS, BOXED, open_benchmark
-from pipelines.data.conversations import Prompt, PromptSet, read_jsonl, read_prompts, write_jsonl
+from pipelines.data.conversations import Prompt, PromptSet, file_sha256, read_jsonl, read_prompts, write_jsonl
 from pipelines.errors import UserError
 from pipelines.settings import PromptSource
 
@@ -155,6 +155,19 @@ def test_every_benchmark_makes_a_question_and_keeps_its_revision(name: str, monk
     turns = found[0][1]["turns"]
     assert len(turns) == (2 if name == "mt-bench" else 1)
     assert turns[0].endswith(BOXED) == (BENCHMARKS[name].domain == "mathematics")
+
+
+def test_benchmarks_are_read_from_a_folder_without_a_hub(tmp_path: Path) -> None:
+    """Counts are the paper's, a second turn stays, and the file's hash takes the place of the revision."""
+    rows = [{"turns": [f"question {index}", "and?"]} for index in range(90)]
+    (tmp_path / "mt-bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_prompts([PromptSource(source="benchmark:mt-bench", folder=str(tmp_path))], "evaluation")
+    assert len(found.prompts) == 80
+    assert {prompt.domain for prompt in found.prompts} == {"chat"}
+    assert found.prompts[0].later_turns == ("and?",)
+    assert found.sources[0]["sha256"] == file_sha256(tmp_path / "mt-bench.jsonl")
+    with pytest.raises(UserError, match=r"gsm8k\.jsonl, which does not exist"):
+        read_prompts([PromptSource(source="benchmark:gsm8k", folder=str(tmp_path))], "evaluation")
 
 
 def test_a_benchmark_with_other_columns_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,3 +169,44 @@ def test_other_drafters_are_decoded_beside(plan: DecodePlan, toy_folder: Path, t
     (broken / "config.json").write_text(json.dumps({**config, "hidden_size": config["hidden_size"] * 2}))
     with pytest.raises(UserError, match=r"evaluate.baselines.old: .*broken cannot draft for this target"):
         DecodeWorker(replace(plan, baselines={"old": str(broken)}))
+    contract = plan.facts.contract(plan.settings, with_block=True)
+    (Path(baselines["dflash"]) / "contract.json").write_text(json.dumps({**contract, "weights_sha256": "0" * 64}))
+    with pytest.raises(UserError, match=r"evaluate.baselines.dflash: .*weights_sha256"):
+        DecodeWorker(own)
+
+
+def test_a_stopped_unit_goes_on_with_the_prompts_that_are_missing(plan: DecodePlan, tmp_path: Path) -> None:
+    worker = DecodeWorker(replace(plan, folder=str(tmp_path)))
+    (unit,) = cut(PROMPTS, variant="plain", temperature=1.0, seed=0, split="evaluation", rows=4)
+    worker.run(unit)
+    worker.log.merge()
+    before = read_completions(f"{tmp_path}/completions-all.parquet").to_pylist()
+    parts = sorted((tmp_path / "parts").iterdir())
+    (tmp_path / unit.file).unlink()
+    for path in parts[:2]:
+        path.unlink()
+    kept = {path: path.stat().st_mtime_ns for path in parts[2:]}
+    worker.run(unit)
+    worker.log.merge()
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    after = read_completions(f"{tmp_path}/completions-all.parquet").to_pylist()
+    assert [row["output_ids"] for row in after] == [row["output_ids"] for row in before]
+    assert json.loads((tmp_path / unit.file).read_text())["tokens"] < sum(len(row["output_ids"]) for row in before)
+
+
+def test_a_prompt_longer_than_the_context_is_skipped_and_counted(plan: DecodePlan, tmp_path: Path) -> None:
+    long = replace(PROMPTS[1], prompt_id="long", messages=({"role": "user", "content": "word " * 3000},))
+    worker = DecodeWorker(replace(plan, folder=str(tmp_path)))
+    (unit,) = cut((long, PROMPTS[2]), variant=DSPARK, temperature=0.0, seed=0, split="evaluation", rows=4)
+    worker.run(unit)
+    record = json.loads((tmp_path / unit.file).read_text())
+    assert list(record["skipped"]) == ["long"]
+    assert "context" in record["skipped"]["long"]
+    worker.log.merge()
+    assert len(read_completions(f"{tmp_path}/completions-all.parquet")) == 1
+
+
+def test_a_checkpoint_of_another_block_is_refused(plan: DecodePlan, toy_folder: Path, tmp_path: Path) -> None:
+    folder = a_drafter(tmp_path / "five", toy_folder, (0,), block_size=5)
+    with pytest.raises(UserError, match="blocks of 5, these settings ask for 3"):
+        DecodeWorker(replace(plan, drafter=folder))
