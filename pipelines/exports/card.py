@@ -119,8 +119,8 @@ def _commands(config: DrafterConfig, *, speculators: bool, temperatures: bool) -
         ]
     elif config.block_layout == "mask-first":
         lines.append(vllm("dflash", "…"))
-    elif speculators:
-        lines.append(vllm(config.algorithm, "…/speculators"))
+    elif speculators and config.algorithm == "eagle3":
+        lines.append(vllm("eagle3", "…/speculators"))
     if config.markov_head_type == "vanilla":
         lines += [
             "- llama.cpp: convert with `convert_hf_to_gguf.py --target-model-dir TARGET`, serve with "

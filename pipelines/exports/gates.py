@@ -257,10 +257,7 @@ def engine_notes(config: DrafterConfig, *, speculators: bool) -> list[str]:
     if c.block_layout == "mask-first":
         return ["vLLM loads this layout (DFlash: slot j predicts the token at anchor + j, slot 0 nothing)."]
     if c.markov_rank == 0:
-        notes = ["Evaluation only: without a sequential head engines don't load this layout."]
-        if c.family == "qwen3" and not c.enable_confidence_head:
-            notes.append(f"vLLM: {elsewhere} (DFlash that samples from the anchor).")
-        return notes
+        return ["Evaluation only: without a sequential head engines don't load this layout."]
     if c.markov_head_type in ("gated", "rnn"):
         return [f"SGLang only: other engines have no {c.markov_head_type} sequential head."]
     notes = ["vLLM, SGLang and llama.cpp load this layout (vanilla sequential head)."]

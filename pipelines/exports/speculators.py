@@ -67,11 +67,13 @@ def speculators_config(config: DrafterConfig, *, target_name: str, architectures
     if config.final_logit_softcapping is not None:
         layer["final_logit_softcapping"] = config.final_logit_softcapping
     layers = [layer_id + 1 for layer_id in config.target_layer_ids]
+    # Blocks that draft from the anchor are DSpark's, with or without its heads: engines know no such DFlash.
+    kind = "dspark" if config.algorithm == "dflash" and config.block_layout == "anchor-first" else config.algorithm
     values: dict[str, Any] = {
-        "speculators_model_type": config.algorithm,
+        "speculators_model_type": kind,
         "speculators_version": VERSION,
         "speculators_config": {
-            "algorithm": config.algorithm,
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.block_size}],
             "verifier": {"name_or_path": target_name, "architectures": list(architectures)},
@@ -99,7 +101,7 @@ def speculators_config(config: DrafterConfig, *, target_name: str, architectures
         "sample_from_anchor": config.block_layout == "anchor-first",
         "sliding_window_non_causal": True,
     }
-    if config.algorithm == "dspark":
+    if kind == "dspark":
         values |= {
             "architectures": ["DSparkSpeculator"],
             "markov_rank": config.markov_rank,
