@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -55,6 +55,11 @@ class CostTable:
     def to_dict(self) -> dict[str, object]:
         return {"tokens": list(self.tokens), "steps_per_second": list(self.steps_per_second), "source": self.source}
 
+    @cached_property
+    def _arrays(self) -> tuple[Floats, Floats]:
+        """Token counts and step times; schedulers read them in every step."""
+        return np.array(self.tokens, dtype=np.float64), 1.0 / np.array(self.steps_per_second)
+
     def at_rows(self, rows: int) -> CostTable:
         """The table itself: it does not tell rows apart (`dspark.step_cost.StepCosts` does)."""
         return self
@@ -66,7 +71,7 @@ class CostTable:
     def __call__(self, tokens: ArrayLike) -> Floats:
         """Steps per second at these batch sizes (tokens)."""
         wanted = np.asarray(tokens, dtype=np.float64)
-        counts, seconds = np.array(self.tokens, dtype=np.float64), 1.0 / np.array(self.steps_per_second)
+        counts, seconds = self._arrays
         time = np.interp(wanted, counts, seconds)
         return np.asarray(1.0 / np.where(wanted > counts[-1], seconds[-1] * wanted / counts[-1], time))
 

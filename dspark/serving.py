@@ -98,6 +98,8 @@ def replay(
     at = rng.integers(0, recording.rounds[answer])
     room = np.maximum((recording.tokens[answer] * rng.random(users)).astype(np.int64), 1)
     nothing = np.zeros(users, dtype=np.int64)
+    drafted = costs.seconds(users + np.arange(users * slots + 1), users)
+    undrafted = costs.seconds(users, users, drafting=False)
     tokens = drafts = 0
     seconds = 0.0
     for step in range(warm_up + steps):
@@ -112,7 +114,7 @@ def replay(
             verified = int(lengths.sum())
             tokens += int(committed.sum())
             drafts += verified
-            seconds += float(costs.seconds(users + verified, users, drafting=drafting))
+            seconds += float(drafted[verified] if drafting else undrafted)
         room = room - committed
         at = (at + 1) % recording.rounds[answer]
         ended = np.flatnonzero(room == 0)

@@ -24,7 +24,7 @@ WITHOUT_CONFIDENCE = ("none", "one-slot", "static", "full")
 WITH_CONFIDENCE = ("threshold", "scheduler", "two-steps-behind")
 MOST_ROUNDS = 1500  # recorded rounds that the page computes with
 # A load is replayed until so many rounds were seen, and for so many steps at least.
-ROUNDS, FEWEST_STEPS = 6000, 150
+ROUNDS, FEWEST_STEPS = 1500, 100
 
 
 def policies_of(has_confidence: bool) -> tuple[str, ...]:
