@@ -24,6 +24,7 @@ from pipelines.errors import UserError
 from pipelines.progress import Reporter, byte_size, duration
 from pipelines.run import Run
 from pipelines.settings import Settings
+from pipelines.stages.train import count_steps
 
 if TYPE_CHECKING:
     import torch
@@ -79,8 +80,6 @@ def make_plan(settings: Settings, reporter: Reporter, *, rows: int = SAMPLE_ROWS
     stored = _write_sample(fitting, cache_rows)
     raw = 2 * facts.hidden_size * (len(facts.target_layer_ids) + 1)
     kept = len(recorded) if recorded is not None else len(prompts)
-    train = settings.train
-    epoch_steps = math.ceil(kept / train.global_batch_size)
     return {
         "prompts": len(prompts),
         "conversations": kept,
@@ -99,7 +98,7 @@ def make_plan(settings: Settings, reporter: Reporter, *, rows: int = SAMPLE_ROWS
         "cache_bytes": round(stored["bytes_per_token"] * total_tokens),
         "free_bytes": Run(settings).directory.folder.free_bytes(),
         "max_bytes": settings.cache.max_bytes,
-        "train_steps": min(math.ceil(epoch_steps * train.epochs), train.max_steps or 2**62),
+        "train_steps": count_steps(settings, kept),
         "regenerate_seconds": None
         if decode_speed is None
         else round(_answer_tokens(answers, prompts) / decode_speed, 1),

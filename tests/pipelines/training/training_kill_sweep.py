@@ -83,7 +83,8 @@ def kill(task: TrainingTask, at_step: int, seconds: float, *, in_writing: bool) 
             time.sleep(0.0005)
 
     wait_until(lambda: last_line(task) >= at_step)
-    time.sleep(seconds)
+    deadline, nearly_done = time.monotonic() + seconds, 0.95 * task.total_steps
+    wait_until(lambda: time.monotonic() >= deadline or last_line(task) >= nearly_done)
     if in_writing:
         wait_until(lambda: is_writing(output))
     os.kill(child, signal.SIGKILL)
