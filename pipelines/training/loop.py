@@ -133,11 +133,11 @@ class Training:
                     log.write({**line, "warnings": self.signs.at(done, line.get("acceptance@0"))})
                 tally = tally.next_line()
             stopping = self.engine.agree(stop_wanted()) and not final
-            saving = done % train.checkpoint_every == 0 or final or stopping
+            saving = done % train.checkpoint_every == 0 or final
             score = None
             if self.held_out is not None and self.held_out.is_due(done, saving, final):
                 score = self.held_out.evaluate(done)
-            if saving:
+            if saving or stopping:
                 self.checkpoints.save(done, tally, over_ranks(tally.sums), score)
             if stopping:
                 return False

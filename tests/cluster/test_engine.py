@@ -91,3 +91,12 @@ def test_schedule_warms_up_and_falls() -> None:
 def test_settings_that_cannot_work_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DeepSpeedSettings(**change)
+
+
+def test_overrides_of_the_deepspeed_json_are_merged_key_by_key() -> None:
+    overrides = {"zero_optimization": {"reduce_bucket_size": 1000}, "wall_clock_breakdown": True}
+    plain = DeepSpeedSettings(zero_stage=2).to_json()
+    config = DeepSpeedSettings(zero_stage=2, overrides=overrides).to_json()
+    assert config["zero_optimization"] == {**plain["zero_optimization"], "reduce_bucket_size": 1000}
+    assert config == {**plain, **config, "wall_clock_breakdown": True}
+    assert plain["zero_optimization"]["stage"] == config["zero_optimization"]["stage"] == 2
