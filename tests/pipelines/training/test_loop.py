@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -98,6 +99,29 @@ def test_lines_of_the_log_that_span_a_resume_tell_of_all_their_steps(toy: Toy):
     assert [line["step"] for line in log(task)] == [4, 6]
     assert log(task) == log(undisturbed)
     assert log(task, HELD_OUT) == log(undisturbed, HELD_OUT)
+
+
+def stops_after(step: int) -> Callable[[], None]:
+    """SIGTERM is heard after this many steps, as the training group would pass it on."""
+
+    def prepare() -> None:
+        from pipelines.training import loop
+
+        asked = itertools.count(1)
+        loop.stop_wanted = lambda: next(asked) == step
+
+    return prepare
+
+
+def test_a_request_to_stop_writes_a_checkpoint_at_once_and_leaves_no_trace(toy: Toy, straight: TrainingTask):
+    task = toy.task("stopped", checkpoint_in_background=True)
+    train(task, prepare=stops_after(3))
+    assert [info.step for info in complete_checkpoints(task.output)] == [2, 3]
+    assert not Path(task.output, FINAL).exists()
+    train(task)
+    assert farthest(task, straight) == 0
+    assert log(task) == log(straight)
+    assert log(task, HELD_OUT) == log(straight, HELD_OUT)
 
 
 @pytest.mark.parametrize(
