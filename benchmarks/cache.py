@@ -171,11 +171,11 @@ def label(name: str, options: dict[str, Any]) -> str:
     return " ".join([name, *(f"{key}={value}" for key, value in options.items())])
 
 
-def features(bench: Bench) -> list[dict[str, Any]]:
+def features(bench: Bench, names: Sequence[str] | None) -> list[dict[str, Any]]:
     """One record a codec of the captured layers."""
     judge = judge_of(bench)
     megabytes, found = 2 * bench.long_row.numel() / 1e6, []
-    for name, options in FEATURES:
+    for name, options in chosen(FEATURES, names):
         codec = bench.fit_features(name, options)
         measured = measure(codec, [(row.features, True) for row in bench.judged], layers=bench.layers)
         payload = codec.encode(bench.long_row)
@@ -204,11 +204,11 @@ def judge_of(bench: Bench) -> FeatureJudge:
     return FeatureJudge(worker, bench.conversations[1::2], bench.judged, {"pilot": bench.drafter})
 
 
-def teachers(bench: Bench) -> list[dict[str, Any]]:
+def teachers(bench: Bench, names: Sequence[str] | None) -> list[dict[str, Any]]:
     """One record a codec of the teacher."""
     row = max(bench.judged, key=lambda row: len(row.positions))
     megabytes, found = 2 * len(row.positions) * bench.hidden / 1e6, []
-    for name, options in TEACHER:
+    for name, options in chosen(TEACHER, names):
         codec = bench.fit_teacher(name, options)
         payload = codec.encode_teacher(row.features, row.last, row.positions)
         error = codec.measured["acceptance"]
@@ -228,7 +228,11 @@ def teachers(bench: Bench) -> list[dict[str, Any]]:
     return found
 
 
-def whole_caches(bench: Bench) -> list[dict[str, Any]]:
+def chosen(codecs: Sequence[tuple[str, Any]], names: Sequence[str] | None) -> list[tuple[str, Any]]:
+    return [(name, options) for name, options in codecs if names is None or name in names]
+
+
+def whole_caches(bench: Bench, names: Sequence[str] | None) -> list[dict[str, Any]]:
     """Rows of 512 tokens with a teacher at every token, written as caches and read back in random order."""
     joined = [torch.cat([getattr(row, part) for row in bench.rows]) for part in ("features", "last")]
     count, found = len(joined[0]) // ROW, []
@@ -242,7 +246,7 @@ def whole_caches(bench: Bench) -> list[dict[str, Any]]:
         )
         for index in range(count)
     ]
-    for name, (of_features, of_teacher) in CACHES.items():
+    for name, (of_features, of_teacher) in chosen(list(CACHES.items()), names):
         codecs = Codecs(features=bench.fit_features(*of_features), teacher=bench.fit_teacher(*of_teacher))
         plan = CachePlan(
             contract={},
@@ -287,10 +291,10 @@ def overhead(bench: Bench) -> dict[str, float]:
     """CPU time of the forward pass, of capturing on top of it, and of encoding with the default codecs; a token."""
     of_features, of_teacher = CACHES["default"]
     codecs = Codecs(features=bench.fit_features(*of_features), teacher=bench.fit_teacher(*of_teacher))
-    chosen = bench.conversations[:8]
-    tokens = sum(len(conversation.input_ids) for conversation in chosen)
-    supervised = sum(b - a for conversation in chosen for a, b in conversation.spans)
-    ids = [torch.tensor([conversation.input_ids]) for conversation in chosen]
+    some = bench.conversations[:8]
+    tokens = sum(len(conversation.input_ids) for conversation in some)
+    supervised = sum(b - a for conversation in some for a, b in conversation.spans)
+    ids = [torch.tensor([conversation.input_ids]) for conversation in some]
     rows = bench.rows[:8]
 
     @torch.no_grad()
@@ -330,6 +334,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--states", type=Path, help="keep captured states here, and take them from there if it exists")
     parser.add_argument("--output", type=Path, help="write everything as JSON")
     parser.add_argument("--rows", type=int, default=96, help="conversations")
+    parser.add_argument("--features", nargs="*", help="codecs of the captured layers, by name; default: all")
+    parser.add_argument("--teachers", nargs="*", help="codecs of the teacher; default: all")
+    parser.add_argument("--caches", nargs="*", choices=list(CACHES), help="whole caches; default: all")
     options = parser.parse_args(arguments)
     bench = Bench(load_settings(options.settings), options.states, options.pilot, options.rows)
     torch.set_num_threads(1)
@@ -340,13 +347,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "| features | bytes/token | times smaller | SNR dB (by layer) | acceptance moves | encode MB/s | decode MB/s |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    found["features"] = features(bench)
+    found["features"] = features(bench, options.features)
     print("\n| teacher | bytes/state | times smaller | bound | bound p99 | error | encode MB/s | decode MB/s |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    found["teacher"] = teachers(bench)
+    found["teacher"] = teachers(bench, options.teachers)
     print("\n| cache, teacher everywhere | context | teacher | other | all | times smaller | row CPU ms | best ms |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    found["caches"] = whole_caches(bench)
+    found["caches"] = whole_caches(bench, options.caches)
     print()
     found["overhead"] = overhead(bench)
     if options.output:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dspark.anchors import draw_anchors, supervised_mask
-from dspark.losses import LossConfig, fused_loss
+from dspark.losses import LossConfig, fused_loss, output_head_of
+from dspark.output_head import log_normalizers
 from dspark.packing import DenseTeacher, PackedBatch, Sample, pack
 from dspark.target import TargetError
 from pipelines.stages.capture import read_directions, teacher_row
@@ -115,7 +116,8 @@ class FeatureJudge:
     ) -> None:
         self._rows = rows
         self._drafters = drafters
-        self._batches = {name: self._pack(worker, conversations, drafter) for name, drafter in drafters.items()}
+        self._heads = {name: output_head_of(drafter) for name, drafter in drafters.items()}
+        self._batches = {name: self._pack(worker, conversations, name) for name in drafters}
         self._exact = {name: self._rates(name, list(batches)) for name, batches in self._batches.items()}
 
     def error(self, codec: Codec) -> dict[str, float]:
@@ -131,7 +133,7 @@ class FeatureJudge:
         error, loss = max(found)
         return {"error": float(f"{error:.4g}"), "loss": float(f"{loss:.4g}")}
 
-    def _pack(self, worker: PilotWorker, conversations: Sequence[Conversation], drafter: Any) -> list[PackedBatch]:
+    def _pack(self, worker: PilotWorker, conversations: Sequence[Conversation], pilot: str) -> list[PackedBatch]:
         batches = []
         for conversation, row in zip(conversations, self._rows, strict=True):
             mask = supervised_mask(conversation.spans, len(conversation.input_ids))
@@ -149,7 +151,10 @@ class FeatureJudge:
                 teacher_positions=positions,
                 teacher=DenseTeacher(states=row.last[positions].float()),
             )
-            batches.append(pack([sample], [anchors], drafter.block_size).to(worker.target.device))
+            batch = pack([sample], [anchors], self._drafters[pilot].block_size).to(worker.target.device)
+            assert isinstance(batch.teacher, DenseTeacher)
+            batch.teacher.log_normalizers = log_normalizers(batch.teacher, self._heads[pilot])
+            batches.append(batch)
         return batches
 
     @torch.no_grad()
@@ -157,7 +162,8 @@ class FeatureJudge:
         """Mean acceptance rate of each conversation."""
         drafter, rates = self._drafters[name], []
         for batch in batches:
-            result = fused_loss(drafter, drafter.block_states(batch), batch, LossConfig(confidence=0.0))
+            states = drafter.block_states(batch)
+            result = fused_loss(drafter, states, batch, LossConfig(confidence=0.0), head=self._heads[name])
             total = sum(value for key, value in result.sums.items() if key.startswith("acceptance@"))
             rates.append(total / max(result.sums["slots"], 1))
         return torch.tensor(rates)

@@ -92,11 +92,17 @@ def teacher_error(
 
 
 def total_variation(
-    exact: torch.Tensor, stored: StoredTeacher, target: TargetParts, *, temperature: float = 1.0
+    exact: torch.Tensor,
+    stored: StoredTeacher,
+    target: TargetParts,
+    *,
+    temperature: float = 1.0,
+    whole_tail: bool = True,
 ) -> torch.Tensor:
-    """`teacher_error`'s bound at each position [P]."""
+    """`teacher_error`'s bound at each position [P]; without `whole_tail`, what a sparse one says and no more."""
     parts = _distributions(exact, stored, target, temperature)
-    return torch.cat([0.5 * (p - q).abs().sum(-1) + unknown for _, p, q, unknown in parts]).cpu()
+    found = [0.5 * (p - q).abs().sum(-1) + (unknown if whole_tail else 0.0) for _, p, q, unknown in parts]
+    return torch.cat(found).cpu()
 
 
 def _distributions(

@@ -103,7 +103,7 @@ def test_automatic_codecs_stay_within_the_bound(folder: Path, toy_folder: Path, 
         cache={"features_codec": "auto", "teacher_codec": "auto", "acceptance_bound": 0.02},
         pilot={"share": 0.5, "max_steps": 3},
     )
-    done = run(settings, CACHE, redo=True)
+    done = run(settings, ["regenerate", *CACHE], redo=True)
     found = done["pilot"].result
     for part in ("features", "teacher"):
         within = [entry for entry in found["measured"][part] if entry["error"] <= 0.02]
@@ -118,7 +118,7 @@ def test_a_bound_that_no_loss_meets_keeps_everything(folder: Path, toy_folder: P
     settings = settings_for(
         folder, toy_folder, cache={"features_codec": "bf16", "teacher_codec": "auto", "acceptance_bound": 1e-9}
     )
-    done = run(settings, CACHE, redo=True)
+    done = run(settings, ["regenerate", *CACHE], redo=True)
     assert done["pilot"].result["steps"] == {}  # the features need no pilot
     assert done["cache"].result["codecs"]["teacher"]["name"] == "bf16-planes"
 
