@@ -124,5 +124,5 @@ def read_on(root: str, findings: str) -> None:
             assert row.input_ids.tolist() == exact.input_ids.tolist()
             assert row.spans == tuple(exact.spans)
             rows += 1
-        time.sleep(0.01)
+        time.sleep(0.05)
     Path(findings).write_text(f"{opens} {rows}")

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pickle
+import shutil
+import subprocess
+import sys
 import time
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -83,6 +87,29 @@ def test_a_full_disk_is_a_clear_error_and_the_build_goes_on(tmp_path: Path, monk
     assert all("no space left" in message for message in messages)
     assert leftovers == []
     assert folder_bytes(root) == folder_bytes(tmp_path / "calm")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], check=False).returncode != 0,
+    reason="mounting a small disk takes a mount namespace of one's own",
+)
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    command = [
+        sys.executable,
+        str(here / "evidence" / "full_disk.py"),
+        "--points",
+        "5",
+        "--output",
+        str(tmp_path / "seen"),
+    ]
+    path = os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])])
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, capture_output=True)
+    seen = json.loads(output.read_text())
+    assert seen["points_at_which_the_disk_was_full"] >= 4
+    assert seen["errors"] == {"no space left while writing": seen["points_at_which_the_disk_was_full"]}
+    assert seen["finished_with_the_undisturbed_bytes"]
 
 
 def test_too_little_free_space_is_seen_before_a_unit_is_written(

@@ -128,7 +128,7 @@ def edits(root: Path) -> Iterator[tuple[str, tuple[str, ...], Callable[[], None]
         "layers": lambda m: m["fields"]["contract"].update(target_layer_ids=[0, 1, 5]),
         "hidden size": lambda m: m["fields"].update(hidden_size=16),
         "codec": lambda m: m["codecs"]["features"].update(name="bf16-planes"),
-        "number of units": lambda m: m.update(units=3),
+        "number of units": lambda m: m.update(units=99),
         "samples' hash": lambda m: m["samples"].update(sha256="0" * 64),
         "scope": lambda m: m["fields"].update(teacher_scope="all"),
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import tempfile
 import time
@@ -26,7 +27,7 @@ from test_kill import kill_and_finish
 
 from storage.target_cache import CachePlan, verify
 
-CODEC = "transform"
+CODEC = "int8"
 
 
 def start(context: ForkServerContext, root: Path, plan: CachePlan) -> Any:
@@ -81,15 +82,17 @@ def kill_one(driver: Any, target: str, moment: float, generator: random.Random) 
     return True
 
 
-def random_kills(context: ForkServerContext, scratch: Path, count: int, seed: int) -> dict[str, Any]:
+def random_kills(context: ForkServerContext, scratch: Path, count: int, seed: int, limit: float) -> dict[str, Any]:
+    """`count` kills, or as many as fit into `limit` seconds."""
     plan, generator = make_plan(CODEC, unit_tokens=40), random.Random(seed)
     duration = undisturbed(context, scratch / "calm", plan)
     calm = folder_bytes(scratch / "calm" / "0")
     stages: Counter[str] = Counter()
     kills: Counter[str] = Counter()
     totals: Counter[str] = Counter()
-    while sum(kills.values()) < count:
-        number = sum(totals[key] for key in ("trials",))
+    end = time.monotonic() + limit
+    while sum(kills.values()) < count and time.monotonic() < end:
+        number = totals["trials"]
         totals["trials"] += 1
         root, findings = scratch / f"trial-{number}", scratch / f"findings-{number}"
         target = ("driver", "worker")[number % 2]
@@ -113,6 +116,7 @@ def random_kills(context: ForkServerContext, scratch: Path, count: int, seed: in
         time.sleep(0.02)
         assert folder_bytes(root) == calm, root
         assert verify(root) == []
+        shutil.rmtree(root)
     return {
         "kills": dict(kills),
         "builds_finished_with_the_undisturbed_bytes": totals["trials"],
@@ -136,6 +140,7 @@ def kills_at_each_step(context: ForkServerContext, scratch: Path) -> dict[str, A
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--count", type=int, default=200)
+    arguments.add_argument("--limit", type=float, default=7200, help="seconds for the kills at random moments")
     options = arguments.parse_args()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["killed_writers"])
@@ -145,7 +150,7 @@ def main() -> None:
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         with tempfile.TemporaryDirectory(dir=memory) as folder:
             return {
-                "at_random_moments": random_kills(context, Path(folder), options.count, options.seed),
+                "at_random_moments": random_kills(context, Path(folder), options.count, options.seed, options.limit),
                 "at_each_row_sync_and_rename": kills_at_each_step(context, Path(folder)),
             }
 
