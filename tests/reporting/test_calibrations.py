@@ -11,7 +11,7 @@ from synthetic_events import labels, simulate
 
 from dspark.calibration import DEFAULT_GRID, sigmoid
 from pipelines.reporting import figures
-from pipelines.reporting.calibrations import fit_table, noise_floor, slot_calibration, table_for
+from pipelines.reporting.calibrations import cross_validated, fit_table, noise_floor, slot_calibration, table_for
 from pipelines.reporting.events import columns, event_table
 from pipelines.reporting.figures import round_table
 
@@ -83,3 +83,18 @@ def test_the_floor_is_what_exact_probabilities_show() -> None:
     assert floors[0] is not None
     assert floors[1] is not None
     assert floors[0] > 2 * floors[1] > 0
+
+
+def test_cross_validation_never_reads_a_round_with_its_own_prompt() -> None:
+    """Outcomes that no confidence tells: a table that had seen them would look better than one that had not."""
+    rows = columns(rounds_of(0, 12))
+    found = cross_validated(rows, DEFAULT_GRID, 20, folds=4)
+    prompts, owner = np.unique(rows["request_id"], return_inverse=True)
+    fold = np.random.default_rng(0).permutation(len(prompts))[owner] % 4
+    changed = {name: values.copy() for name, values in rows.items()}
+    own = fold == 2
+    changed["accepted"][own] = False
+    again = cross_validated(changed, DEFAULT_GRID, 20, folds=4)
+    for name in ("temperature", "affine", "isotonic"):
+        assert (again[name][own] == found[name][own]).all()
+        assert (again[name][~own] != found[name][~own]).any()
