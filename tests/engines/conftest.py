@@ -2,4 +2,5 @@
 
 import os
 
-collect_ignore = [] if os.environ.get("DSPARK_ENGINES") else ["test_llama_cpp.py", "test_llama_cpp_layouts.py"]
+ENGINES = ["test_llama_cpp.py", "test_llama_cpp_layouts.py", "test_vllm.py"]
+collect_ignore = [] if os.environ.get("DSPARK_ENGINES") else ENGINES

@@ -1,7 +1,7 @@
 # Slow, outside CI: what was published, run by a real serving engine. See docs/engines.md.
-#   make test-engines                       the quickstart's run
+#   make test-engines                       the quickstart's run, and small drafters of every kind
 #   make test-engines DSPARK_RUN=runs/mine  another run directory
-# The engine is fetched and built once, under .engines/; delete that folder to build again.
+# The engines are fetched and built or installed once, under .engines/; delete that folder to build again.
 .PHONY: test-engines
 
 test-engines: environment
