@@ -1,7 +1,7 @@
 """`dspark submit`: the same run on a Ray cluster, as a Ray job.
 
 The settings are checked here before anything is sent. A relative `run.directory` would end with the job's own working
-folder, so it is sent as the absolute path: it has to be on a file system that the cluster sees, or `s3://`, `gs://`.
+folder, so it is sent as the absolute path: it has to be on a file system that the cluster sees.
 """
 
 from __future__ import annotations

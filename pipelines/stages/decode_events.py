@@ -150,8 +150,8 @@ def open_drafters(plan: DecodePlan, target: Target) -> dict[str, tuple[Target, A
         asked = plan.facts.contract(plan.settings, with_block=True)["block_size"]
         if drafter.block_size != asked:
             raise UserError(
-                f"the drafter in {plan.drafter} has blocks of {drafter.block_size}, these settings ask for {asked}: set "
-                "drafter.block_size to the checkpoint's"
+                f"the drafter in {plan.drafter} has blocks of {drafter.block_size}, these settings ask for {asked}: "
+                "set drafter.block_size to the checkpoint's"
             )
         found |= {DSPARK: (target, drafter), ONE_SLOT: (target, drafter)}
         found[NO_HEAD] = (target, without_sequential_head(drafter))

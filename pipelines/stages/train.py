@@ -64,8 +64,15 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
 
 
 def check(settings: Settings) -> None:
-    """Raises SettingError for a drafter that this target cannot have."""
+    """Raises UserError for a drafter that this target cannot have, and for a place where training cannot write."""
     from pipelines.training.task import drafter_config
+
+    if "://" in settings.run.directory:
+        raise UserError(
+            f"run.directory is {settings.run.directory}: training and the stages after it need a folder on this "
+            "machine or on a file system that the cluster shares. An object store can hold what `dspark regenerate` "
+            "and `dspark cache` make"
+        )
 
     drafter_config(settings, examine_target(settings))
 

@@ -7,6 +7,7 @@ import pytest
 
 from pipelines.errors import UserError
 from pipelines.settings import Settings, settings_from_dict
+from pipelines.stages.train import check
 from pipelines.submission import job_command
 
 
@@ -41,3 +42,8 @@ def test_a_refit_is_sent_with_its_drafter_and_the_clusters_own_interpreter(tmp_p
 def test_a_config_outside_the_working_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not inside"):
         job_command("/elsewhere/a.yaml", [], settings("runs/a"), tmp_path)
+
+
+def test_training_into_an_object_store_is_refused_before_anything_starts() -> None:
+    with pytest.raises(UserError, match=r"s3://bucket/run: .* need a folder"):
+        check(settings("s3://bucket/run"))
