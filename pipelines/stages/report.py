@@ -36,7 +36,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     from pipelines.reporting.report import ReportInputs, build_report, conversation_summary, decoder_of, write_report
     from pipelines.stages.decode_events import read_split
     from pipelines.stages.regenerate import read_conversations
-    from pipelines.training.log import LOG, read_log
+    from pipelines.training.log import training_rows
     from storage.target_cache import TargetCache
 
     facts = examine_target(settings)
@@ -58,7 +58,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
             drafter={"algorithm": settings.drafter.algorithm, **{key: config.get(key) for key in wanted}},
             contract=facts.contract(settings, with_block=True),
             calibration=calibration,
-            training=read_log(Path(run.location("train"), LOG)),
+            training=training_rows(Path(run.location("train"))),
             cache=TargetCache.open(run.location("cache")).info(),
             conversations=conversation_summary(read_conversations(conversations)),
             serving=_serving(settings, evaluation, calibration),

@@ -102,6 +102,15 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def training_rows(folder: Path) -> list[dict[str, Any]]:
+    """The lines of both logs; figures of the held-out conversations as `validation_NAME`."""
+    held_out = [
+        {key if key == "step" else f"validation_{key}": value for key, value in line.items()}
+        for line in read_log(folder / HELD_OUT)
+    ]
+    return [*read_log(folder / LOG), *held_out]
+
+
 def over_ranks(sums: dict[str, float]) -> dict[str, float]:
     """Each value added up over all ranks."""
     parts: list[dict[str, float]] = [{} for _ in range(distributed.get_world_size())]
