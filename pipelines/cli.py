@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipelines import cli_cache, cli_cluster, cli_tools
+from pipelines.cli_tools import accepted_lengths_text
 from pipelines.errors import UserError
 
 if TYPE_CHECKING:
@@ -73,9 +74,22 @@ _add_stage_command("pilot", "Train a short pilot on a few conversations and choo
 
 @cli_cache.cache_app.command("build")
 def build_cache(
-    config: ConfigArgument, overrides: OverridesArgument = None, redo: RedoOption = False, as_json: JsonOption = False
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    redo: RedoOption = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Check every byte of a finished cache, and build again what is damaged.")
+    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Build the target cache (`dspark cache CONFIG` for short)."""
+    if repair:
+        from pipelines.progress import Reporter
+        from pipelines.run import Run
+        from pipelines.settings import load_settings
+        from pipelines.stages.build_cache import take_out_damage
+
+        take_out_damage(Run(load_settings(config, overrides or [])), Reporter())
     _run_stages(config, overrides or [], ["pilot", "cache"], redo=redo, as_json=as_json)
 
 
@@ -131,15 +145,13 @@ def _print_outcomes(outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
         took = f"in {duration(outcome.seconds)}" if outcome.state == "done" else "already"
         print(f"{outcome.stage:<11} done {took:<10} {outcome.output}")
-    results = {outcome.stage: outcome.result for outcome in outcomes}
-    if "evaluate" in results:
-        print("\nAccepted length (draft tokens kept in a round, plus the target's own token):")
-        for name, value in results["evaluate"]["accepted_length"].items():
-            print(f"  {name:<58} {value:.2f}")
-    if "report" in results:
-        print(f"\nReport: {results['report']['page']}")
-    if "publish" in results:
-        print(f"Drafter: {results['publish']['folder']}")
+    by_stage = {outcome.stage: outcome for outcome in outcomes}
+    if "evaluate" in by_stage:
+        print("\n" + accepted_lengths_text(by_stage["evaluate"].result))
+    if "report" in by_stage:
+        print(f"\nReport: {by_stage['report'].output}/index.html")
+    if "publish" in by_stage:
+        print(f"Drafter: {by_stage['publish'].output}")
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -75,6 +75,8 @@ def verify(
         print(json.dumps({"path": root, "problems": [vars(problem) for problem in problems]}, indent=2))
     else:
         print("\n".join(map(str, problems)) or f"{root}: nothing wrong")
+        if problems:
+            print("`dspark cache CONFIG --repair` builds what is damaged again, with the run's own settings")
     raise typer.Exit(1 if problems else 0)
 
 

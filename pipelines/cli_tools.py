@@ -43,11 +43,17 @@ def report(
         run.prepare("report", redo=True)
         result = run.stages["report"].load().execute(run.settings, run, Reporter(quiet=as_json)) or {}
         run.finish("report", seconds=0.0, result=result)
+        evaluated = run.result("evaluate")
     if as_json:
         print((run.directory.folder.read("report/report.json")).decode())
     else:
-        print(result.get("summary", ""))
-        print(f"{run.location('report')}/index.html")
+        print(f"{accepted_lengths_text(evaluated)}\n\nReport: {run.location('report')}/index.html")
+
+
+def accepted_lengths_text(evaluated: dict[str, Any]) -> str:
+    """The accepted lengths that an evaluation left, one a line."""
+    lines = [f"  {name:<58} {value:.2f}" for name, value in evaluated["accepted_length"].items() if value is not None]
+    return "\n".join(["Accepted length (draft tokens kept in a round, plus the target's own token):", *lines])
 
 
 def decode(

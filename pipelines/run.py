@@ -202,7 +202,7 @@ class Run:
             self._bring_back(stage)
             record = self.record(stage)
         if record is None:
-            self._write_record(stage, complete=False, seconds=0.0, result={})
+            self.reopen(stage)
         return record is None or not record["complete"]
 
     # A stop between the steps of these two loses nothing: an output never stands under another one's record, and an
@@ -227,6 +227,10 @@ class Run:
     def finish(self, stage: str, *, seconds: float, result: dict[str, Any]) -> None:
         """Mark the output as complete."""
         self._write_record(stage, complete=True, seconds=seconds, result=result)
+
+    def reopen(self, stage: str) -> None:
+        """Mark the output as incomplete: the stage goes on with it when it is next asked for."""
+        self._write_record(stage, complete=False, seconds=0.0, result={})
 
     def _write_record(self, stage: str, *, complete: bool, seconds: float, result: dict[str, Any]) -> None:
         self.directory.write_json(

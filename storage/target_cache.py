@@ -217,7 +217,8 @@ class TargetCache:
                 raise CacheCorrupt(f"{reader.name}, row {place}: holds {columns['sample_id']!r}, not {expected!r}")
             if checksum_of(columns) != columns["checksum"]:
                 raise CacheCorrupt(
-                    f"{reader.name}, row {place} ({expected!r}): checksum differs; fetch the shard again"
+                    f"{reader.name}, row {place} ({expected!r}): checksum differs; fetch the shard again, or build it "
+                    "again with `dspark cache CONFIG --repair`"
                 )
             self._checked[row] = True
         return columns

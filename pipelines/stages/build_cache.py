@@ -100,6 +100,29 @@ def choose_codecs(settings: Settings, facts: TargetFacts, run: Run) -> dict[str,
     return chosen
 
 
+def take_out_damage(run: Run, reporter: Reporter) -> None:
+    """Check every byte of the run's cache and take out the units that are damaged, for the stage to build again.
+
+    Raises UserError if there is no complete cache of these settings, or so much is damaged that no unit can be kept.
+    """
+    from storage.records import CacheCorrupt
+    from storage.repair import discard_damaged
+
+    with run.directory.lock():
+        run.require("cache", needed_by="--repair")
+        try:
+            problems = discard_damaged(run.location("cache"))
+        except CacheCorrupt as error:
+            raise UserError(
+                f"{error}: move {run.location('cache')} and {run.directory.location('stages/cache.json')} away, and "
+                "run `dspark cache` again"
+            ) from None
+        for problem in problems:
+            reporter.say(f"damaged: {problem}")
+        if problems:
+            run.reopen("cache")
+
+
 def count_directions(facts: TargetFacts, hidden_sizes: float) -> int:
     """Coordinates that a projected codec keeps; at most as many as there are captured channels."""
     return min(max(1, round(hidden_sizes * facts.hidden_size)), facts.hidden_size * len(facts.target_layer_ids))
