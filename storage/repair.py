@@ -1,0 +1,40 @@
+"""Take the damaged units out of a finished cache, so that building it again writes just these."""
+
+from __future__ import annotations
+
+import re
+from os import PathLike
+
+from storage.commits import COMPLETE, commit_name, shard_name
+from storage.filesystems import Folder
+from storage.records import CacheCorrupt
+from storage.verify import Problem, verify
+
+_OF_A_UNIT = re.compile(r"(?:shards|commits)/unit-(\d+)\.(?:arrow|json)")
+
+
+def discard_damaged(root: str | PathLike[str], *, workers: int = 4) -> list[Problem]:
+    """Remove every unit in which `verify` finds something wrong; returns what was found.
+
+    The cache is then an unfinished one with the other units committed. What belongs to no unit and was altered (the
+    dataset's description, files left behind) is written anew, or named, when the cache is finished again.
+
+    Raises:
+        CacheCorrupt: the manifest, the sample list or a codec is damaged, and nothing else can be trusted without it.
+            Nothing is removed.
+    """
+    folder = Folder(root)
+    problems = verify(root, workers=workers)
+    units = set()
+    for problem in problems:
+        if match := _OF_A_UNIT.fullmatch(problem.file):
+            units.add(int(match[1]))
+        elif problem.file.startswith("codecs/") or problem.file in ("manifest.json", "samples.arrow"):
+            raise CacheCorrupt(f"{problem}; every row depends on it, so the whole cache has to be built anew")
+    if problems and folder.exists(COMPLETE):
+        folder.remove(COMPLETE)  # first: from here on readers see an unfinished cache
+    for unit in sorted(units):
+        for name in (commit_name(unit), shard_name(unit)):
+            if folder.exists(name):
+                folder.remove(name)
+    return problems
