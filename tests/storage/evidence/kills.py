@@ -149,10 +149,10 @@ def main() -> None:
         # A killed process loses nothing that it wrote, so the disk does not matter: memory makes the builds quick.
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         with tempfile.TemporaryDirectory(dir=memory) as folder:
-            return {
-                "at_random_moments": random_kills(context, Path(folder), options.count, options.seed, options.limit),
-                "at_each_row_sync_and_rename": kills_at_each_step(context, Path(folder)),
-            }
+            at_random = random_kills(context, Path(folder), options.count, options.seed, options.limit)
+            print(at_random, flush=True)
+            steps = kills_at_each_step(context, Path(folder))
+            return {"at_random_moments": at_random, "at_each_row_sync_and_rename": steps}
 
     record(options.output, run)
 
