@@ -311,6 +311,7 @@ def save_drafter(drafter: nn.Module, path: str | Path, target_text_config: Any, 
     values = config.to_checkpoint(target_text_config)
     values["dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)  # it was its owner's alone
 
 
 def load_drafter(

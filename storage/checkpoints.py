@@ -84,6 +84,7 @@ def save_checkpoint(
         shared = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
         save_file(shared, folder / TENSORS)
         (folder / STATE).write_text(json.dumps(dict(state), sort_keys=True, indent=1, allow_nan=False))
+        (folder / TENSORS).chmod((folder / STATE).stat().st_mode)  # safetensors leaves it to its owner alone
         for name, value in (objects or {}).items():
             torch.save(value, folder / f"{name}.pt")
         return adopt_folder(root, step, folder, metric=metric, better=better, keep_last=keep_last, keep_best=keep_best)

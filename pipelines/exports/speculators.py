@@ -141,4 +141,5 @@ def write_speculators(drafter: Any, folder: Path, *, target_name: str, architect
     folder.mkdir(parents=True)
     save_file(speculators_tensors(drafter), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)  # it was its owner's alone
     return values

@@ -93,7 +93,29 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
                 on_result=finished,
                 unit_name=lambda unit: unit.name,
             )
-    return _join(settings, facts, folder, units, splits)
+    result = _join(settings, facts, folder, units, splits)
+    for line in left_out(result, splits, settings.data.min_supervised_tokens):
+        reporter.say(line)
+    return result
+
+
+def left_out(result: dict[str, Any], splits: dict[str, PromptSet], minimum: int) -> list[str]:
+    """A line for everything that will not be trained on or evaluated, and why."""
+    lines = [
+        f"{split}: {count} prompts left out ({reason})"
+        for split, prompts in splits.items()
+        for reason, count in prompts.skipped.items()
+        if count
+    ]
+    answered = result["rows"] + result["dropped"]
+    if no_room := result["finish_reasons"].get("context", 0):
+        lines.append(f"{no_room} of {answered} prompts do not fit the target's context with an answer")
+    if result["dropped"]:
+        lines.append(
+            f"{result['dropped']} of {answered} answers dropped, shorter than data.min_supervised_tokens={minimum}; "
+            f"their ids are in {MANIFEST}"
+        )
+    return lines
 
 
 class AnswerWorker:

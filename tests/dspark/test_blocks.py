@@ -201,6 +201,7 @@ def test_saved_and_loaded(name: str, tmp_path: Any) -> None:
     drafter = drafter_of(name)
     target = tiny_target(DRAFTERS[name][0])
     save_drafter(drafter, tmp_path, target.text_config)
+    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode
     again = load_drafter(tmp_path)
     assert again.config == drafter.config
     assert {p for p, q in again.named_parameters() if q.requires_grad} == {

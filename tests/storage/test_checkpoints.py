@@ -23,7 +23,9 @@ from storage.checkpoints import (
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
-    loaded = load_checkpoint(save(tmp_path, 12))
+    folder = save(tmp_path, 12)
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
+    loaded = load_checkpoint(folder)
     assert loaded.step == 12
     assert torch.equal(loaded.tensors["weight"], torch.full((4, 3), 12.0))
     assert loaded.tensors["tied"].dtype is torch.bfloat16
