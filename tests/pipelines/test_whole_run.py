@@ -2,11 +2,14 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from whole_run import (
     PROMPTS,
+    ROOT,
     STAGES,
     finish,
     leftovers,
@@ -16,6 +19,7 @@ from whole_run import (
 )
 
 from pipelines.exports.native import verify_published
+from storage.verify import verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -90,3 +94,17 @@ def test_outputs_that_were_finished_but_not_recorded_are_taken_up(
     assert report_figures(directory) == report_figures(undisturbed)
     assert verify_published(directory / "published") == []
     assert leftovers(directory) == []
+
+
+def test_a_damaged_cache_is_repaired_to_the_bytes_that_it_had(config: Path, undisturbed: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(undisturbed, directory)
+    shard = sorted((directory / "cache" / "shards").iterdir())[1]
+    data = shard.read_bytes()
+    shard.write_bytes(data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :])
+    command = [sys.executable, "-m", "pipelines.cli", "cache", str(config), f"run.directory={directory}", "--repair"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert f"damaged: shards/{shard.name}" in done.stderr
+    assert shard.read_bytes() == data
+    assert verify(directory / "cache") == []
+    assert finish(config, directory) == dict.fromkeys(STAGES, "skipped")
