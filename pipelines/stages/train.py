@@ -10,13 +10,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.errors import UserError
+from pipelines.errors import UserError, for_the_user
 from pipelines.settings import Settings
 from pipelines.stages.workers import session
 from pipelines.target_facts import TargetFacts, examine_target
@@ -100,7 +102,6 @@ def train_on(
 ) -> list[dict[str, Any]]:
     """Train on a finished cache in the current Ray session, going on with what `output` holds; the log's lines."""
     from pipelines.training.log import LOG, read_log
-    from pipelines.training.loop import train_rank
     from pipelines.training.task import TrainingTask, drafter_config
     from storage.checkpoints import complete_checkpoints
     from storage.target_cache import TargetCache
@@ -119,13 +120,19 @@ def train_on(
     )
     complete = complete_checkpoints(output)
     start = complete[-1].step if complete else 0
-    what = f"training the {name} on {samples - settings.train.held_out_rows} conversations"
+    trained = samples - settings.train.held_out_rows
+    if trained < settings.train.global_batch_size:
+        reporter.say(
+            f"warning: train.global_batch_size is {settings.train.global_batch_size}, there are {trained} conversations: "
+            f"every step sees all of them, and training has {total} steps. A smaller batch makes more of them"
+        )
+    what = f"training the {name} on {trained} conversations"
     with (
         reporter.task(what, total, "steps", start) as shown,
         _following(output, shown, reporter, tracker, start),
     ):
         _run(
-            train_rank,
+            _rank,
             {"task": task},
             num_workers=settings.train.ranks,
             min_workers=settings.train.min_ranks,
@@ -138,14 +145,31 @@ def train_on(
 
 
 def _run(*arguments: Any, **options: Any) -> None:
-    """`run_group`, with a request to stop as the end of the process that asked for it."""
-    from cluster.train_group import LASTING_ERRORS, TrainingStopped, run_group
+    """`run_group`; what is for the user comes as a UserError, and a request to stop goes on to this process."""
+    from safetensors import SafetensorError
+
+    from cluster.lasting import is_lasting
+    from cluster.train_group import TrainingFailed, TrainingStopped, run_group
     from pipelines.training.loop import TrainingCannotGoOn
 
+    lasting = partial(is_lasting, others=(TrainingCannotGoOn, SafetensorError))
     try:
-        run_group(*arguments, **options, not_retried=(*LASTING_ERRORS, TrainingCannotGoOn))
+        run_group(*arguments, **options, lasting=lasting)
     except TrainingStopped as stopped:
-        raise SystemExit(f"{stopped}; the same command goes on from the checkpoint") from stopped
+        signal.raise_signal(stopped.number)
+        raise KeyboardInterrupt from stopped  # where nobody answers to that signal
+    except TrainingFailed as failed:
+        if isinstance(failed.__cause__, UserError):
+            raise UserError(str(failed.__cause__)) from failed
+        raise
+
+
+def _rank(config: dict[str, Any]) -> None:
+    """`train_rank`, whose errors for the user arrive as such."""
+    from pipelines.training.loop import train_rank
+
+    with for_the_user(config["task"].settings.run.directory):
+        train_rank(config)
 
 
 def count_steps(settings: Settings, samples: int) -> int:
