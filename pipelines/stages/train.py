@@ -123,8 +123,8 @@ def train_on(
     trained = samples - settings.train.held_out_rows
     if trained < settings.train.global_batch_size:
         reporter.say(
-            f"warning: train.global_batch_size is {settings.train.global_batch_size}, there are {trained} conversations: "
-            f"every step sees all of them, and training has {total} steps. A smaller batch makes more of them"
+            f"warning: train.global_batch_size is {settings.train.global_batch_size} and there are {trained} "
+            f"conversations: each step sees all of them, and training has {total} steps. A smaller batch makes more"
         )
     what = f"training the {name} on {trained} conversations"
     with (
