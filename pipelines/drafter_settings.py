@@ -40,6 +40,17 @@ class DrafterSettings(Section):
         return self.algorithm == "dspark" and self.enable_confidence_head
 
     @model_validator(mode="after")
+    def _layers_rise(self) -> DrafterSettings:
+        layers = self.target_layer_ids
+        if layers is not None and (not layers or list(layers) != sorted(set(layers))):
+            rising = f" {sorted(set(layers))}" if layers else ", for example [1, 9, 17]"
+            raise ValueError(
+                f"target_layer_ids is {list(layers)}; expected one or more layers, each once and in rising order: set "
+                f"drafter.target_layer_ids to{rising}, or to null for the paper's spread"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _heads_have_what_they_read(self) -> DrafterSettings:
         reads_markov = self.enable_confidence_head and self.confidence_head_with_markov
         if self.algorithm == "dspark" and reads_markov and self.markov_rank == 0:

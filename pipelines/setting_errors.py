@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
@@ -9,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from pipelines.errors import UserError
-from pipelines.yaml_files import Document, dotted_name
+from pipelines.yaml_files import COMMAND_LINE, Document, dotted_name
 
 
 def explain(error: ValidationError, document: Document, model: type[BaseModel]) -> UserError:
@@ -36,10 +38,14 @@ def _line(fault: ErrorDetails, document: Document, model: type[BaseModel]) -> st
         case "extra_forbidden":
             return f"{place}: unknown key `{name}`; {_nearest_key(path, model)}"
         case "missing":
-            return f"{place}: `{name}` is missing; set it in the file or as {name}=VALUE on the command line"
+            words = " ".join(f"{key}=VALUE" for key in _required(path, model))
+            return f"{place}: `{name}` is missing; set it in the file or as {words} on the command line"
         case "value_error":
-            where = [place, name] if name else [place]
-            return ": ".join([*where, str(fault["ctx"]["error"])])
+            text = str(fault["ctx"]["error"])
+            where = [_place_of_cause(path, text, document), *([name] if name else [])]
+            return ": ".join([*where, text])
+        case "tuple_type" | "list_type":
+            return f"{place}: {name} is {_shown(fault['input'])}; expected a list, for example {_example(fault, model)}"
         case "model_type" | "model_attributes_type":
             return f"{place}: `{name}` is {_shown(fault['input'])}; expected a section with keys"
         case "literal_error":
@@ -49,6 +55,33 @@ def _line(fault: ErrorDetails, document: Document, model: type[BaseModel]) -> st
             return f"{place}: {name} is {_shown(fault['input'])}; expected auto, cpu, cuda or cuda:N"
     message = fault["msg"].removeprefix("Input ").replace("should be", "expected")
     return f"{place}: {name} is {_shown(fault['input'])}; {message[0].lower()}{message[1:]}"
+
+
+def _required(path: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
+    """What has to be set for a missing key: itself, or the keys of its section that have no default."""
+    section = _annotation(path, model)
+    if not (isinstance(section, type) and issubclass(section, BaseModel)):
+        return [dotted_name(path)]
+    return [dotted_name((*path, key)) for key, field in section.model_fields.items() if field.is_required()]
+
+
+def _place_of_cause(path: tuple[int | str, ...], text: str, document: Document) -> str:
+    """Where a fault of a whole section comes from: a word of the command line that set a key the text speaks of."""
+    for key, place in document.places.items():
+        below = len(key) > len(path) and key[: len(path)] == path
+        if below and place.startswith(COMMAND_LINE) and re.search(rf"\b{re.escape(str(key[-1]))}\b", text):
+            return place
+    return document.place_of(path)
+
+
+def _example(fault: ErrorDetails, model: type[BaseModel]) -> str:
+    """A list with what was found as its one item."""
+    path, item = tuple(fault["loc"]), fault["input"]
+    section = _annotation((*path, 0), model)
+    if isinstance(section, type) and issubclass(section, BaseModel) and not isinstance(item, dict):
+        first = next(iter(section.model_fields))
+        return f"{path[-1]}: [{{{first}: {json.dumps(str(item))}}}]"
+    return f"{path[-1]}: {json.dumps([item])}"
 
 
 def _nearest_key(path: tuple[int | str, ...], model: type[BaseModel]) -> str:

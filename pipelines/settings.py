@@ -201,9 +201,18 @@ class CalibrateSettings(Section):
     rows: Positive = 16
     workers: Positive = 1
     bins: Positive = 20
-    grid_low: Annotated[float, Field(gt=0.0)] = 0.1
-    grid_high: Annotated[float, Field(gt=0.0)] = 10.0
+    grid_low: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 0.1
+    grid_high: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 10.0
     grid_points: Annotated[int, Field(ge=2)] = 161
+
+    @model_validator(mode="after")
+    def _grid_rises(self) -> CalibrateSettings:
+        if self.grid_low >= self.grid_high:
+            raise ValueError(
+                f"grid_low {self.grid_low:g} is not below grid_high {self.grid_high:g}: set calibrate.grid_low lower "
+                "or calibrate.grid_high higher"
+            )
+        return self
 
 
 class StepCostSettings(Section):

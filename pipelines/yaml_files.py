@@ -17,6 +17,8 @@ import yaml
 from pipelines.errors import UserError
 
 KeyPath = tuple[str | int, ...]
+COMMAND_LINE = "command line ("  # how the place of an override begins
+_PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
 class _Loader(yaml.SafeLoader):
@@ -92,7 +94,12 @@ def _parse_file(path: Path, extended_by: tuple[Path, ...]) -> Document:
     except FileNotFoundError:
         raise UserError(f"there is no settings file {path}{_nearest_file(path)}") from None
     except IsADirectoryError:
-        raise UserError(f"{path} is a folder; expected a settings file such as configs/quickstart.yaml") from None
+        raise UserError(
+            f"{path} is a folder without a run (no run.json in it); expected a settings file such as "
+            "configs/quickstart.yaml"
+            if not (path / "run.json").exists()
+            else f"{path} is a run's folder; this command wants a settings file such as configs/quickstart.yaml"
+        ) from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error}") from None
     return parse_text(text, str(path))
@@ -116,11 +123,14 @@ def parse_text(text: str, source: str) -> Document:
 
 
 def _plain(node: yaml.Node, path: KeyPath, source: str, places: dict[KeyPath, str]) -> Any:
+    if not isinstance(node, yaml.ScalarNode) and node.tag not in _PLAIN_TAGS:
+        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        raise UserError(f"{_place(source, node)}: the YAML tag {tag} is not allowed in settings; write the plain value")
     if isinstance(node, yaml.MappingNode):
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key = str(key_node.value)
-            here = f"{source}:{key_node.start_mark.line + 1}"
+            here = _place(source, key_node)
             if key in values:
                 raise UserError(f"{here}: `{key}` is written twice; the first is at {places[(*path, key)]}")
             places[(*path, key)] = here
@@ -129,7 +139,7 @@ def _plain(node: yaml.Node, path: KeyPath, source: str, places: dict[KeyPath, st
     if isinstance(node, yaml.SequenceNode):
         items = []
         for index, item in enumerate(node.value):
-            places[(*path, index)] = f"{source}:{item.start_mark.line + 1}"
+            places[(*path, index)] = _place(source, item)
             items.append(_plain(item, (*path, index), source, places))
         return items
     return _construct(node, source)
@@ -140,9 +150,14 @@ def _construct(node: yaml.Node, source: str) -> Any:
     try:
         return loader.construct_object(node, deep=True)
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{source}:{node.start_mark.line + 1}: cannot read this value: {error}") from None
+        raise UserError(f"{_place(source, node)}: cannot read this value: {error}") from None
     finally:
         loader.dispose()
+
+
+def _place(source: str, node: yaml.Node) -> str:
+    """`file:line`; a word of the command line is its own place."""
+    return source if source.startswith(COMMAND_LINE) else f"{source}:{node.start_mark.line + 1}"
 
 
 def _merge(below: Document, above: Document) -> None:
@@ -169,7 +184,11 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
         path: KeyPath = tuple(int(part) if part.isdigit() else part for part in dotted.strip().split("."))
         if not equals or "" in path:
             raise UserError(f"cannot read {word!r} as a setting; expected key=value, for example train.epochs=2")
-        place = f"command line ({word})"
+        if path[0] == "extends":
+            raise UserError(f"{word!r}: `extends` is for settings files; on the command line, give single values")
+        if not text.strip():
+            raise UserError(f"{word!r} has no value; write {dotted}=VALUE, or {dotted}=null for none")
+        place = f"{COMMAND_LINE}{word})"
         try:
             node = yaml.compose(text, Loader=_Loader)
         except yaml.YAMLError:
@@ -218,5 +237,5 @@ def _nearest_file(path: Path) -> str:
 
     folder = path.parent
     names = [file.name for file in folder.glob("*.yaml")] if folder.is_dir() else []
-    close = get_close_matches(path.name, names, n=1, cutoff=0.4)
+    close = get_close_matches(path.name, names, n=1, cutoff=0.75)
     return f"; did you mean {folder / close[0]}?" if close else ""

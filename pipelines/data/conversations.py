@@ -169,8 +169,8 @@ def _open(source: PromptSource) -> tuple[Iterator[tuple[str, dict[str, Any]]], d
     path = Path(text).expanduser()
     if not path.is_file():
         raise UserError(
-            f"there is no prompts file {text}; a source is a JSONL file, demonstration:SPLIT, benchmark:NAME or "
-            "hub:OWNER/NAME"
+            f"there is no prompts file {text} (looked for {path.absolute()}: paths are relative to the working "
+            "directory); a source is a JSONL file, demonstration:SPLIT, benchmark:NAME or hub:OWNER/NAME"
         )
     return read_jsonl(path), {"name": path.stem, "domain": _domain_of_file(path.stem), "sha256": file_sha256(path)}
 
@@ -211,8 +211,8 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             place = f"{path}:{number}"
             try:
                 row = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{place}: not valid JSON: {error}") from None
+            except json.JSONDecodeError as error:
+                raise UserError(f"{place}: not valid JSON: {error.msg} (column {error.colno})") from None
             if not isinstance(row, dict):
                 raise UserError(f"{place}: expected a JSON object, found {line.strip()[:60]!r}")
             yield place, row

@@ -113,6 +113,17 @@ def test_the_place_is_in_the_base_that_wrote_the_key(tmp_path: Path) -> None:
         ("target.device=gpu", "expected auto, cpu, cuda or cuda:N"),
         ("data.train.7.limit=3", "there is no item 7 in `data.train`"),
         ("epochs", "expected key=value"),
+        ("train.epochs=", "'train.epochs=' has no value; write train.epochs=VALUE"),
+        ("extends=foo.yaml", "`extends` is for settings files"),
+        ("evaluate.policy=static", "command line (evaluate.policy=static): evaluate: policy static needs"),
+        ("evaluate.temperatures=0", "expected a list, for example temperatures: [0]"),
+        ("data.train=prompts.jsonl", 'expected a list, for example train: [{source: "prompts.jsonl"}]'),
+        ("train.deepspeed=!!python/object/apply:os.system [ls]", "!!python/object/apply:os.system is not allowed"),
+        ("calibrate.grid_low=50", "grid_low 50 is not below grid_high 10"),
+        ("calibrate.grid_high=.inf", "calibrate.grid_high"),
+        ("drafter.target_layer_ids=[]", "expected one or more layers"),
+        ("drafter.target_layer_ids=[1,1]", "set drafter.target_layer_ids to [1]"),
+        ("drafter.target_layer_ids=[5,2]", "set drafter.target_layer_ids to [2, 5]"),
     ],
 )
 def test_mistakes_on_the_command_line(word: str, expected: str) -> None:
@@ -134,6 +145,8 @@ def test_every_fault_is_named_at_once(tmp_path: Path) -> None:
         ("run: {directory: a}\nrun: {directory: b}\n", ":2: `run` is written twice"),
         ("extends: nowhere.yaml\n", "`extends` names 'nowhere.yaml'"),
         ("extends: config.yaml\n", "round in a circle"),
+        ("", "run.directory=VALUE"),
+        ("run: !!python/object/apply:os.system {directory: a}\n", ":1: the YAML tag !!python/object/apply:os.system"),
     ],
 )
 def test_broken_files(text: str, expected: str, tmp_path: Path) -> None:
@@ -142,6 +155,8 @@ def test_broken_files(text: str, expected: str, tmp_path: Path) -> None:
 
 def test_a_missing_file_names_a_near_one() -> None:
     assert "did you mean" in message(CONFIGS / "quikstart.yaml")
+    assert "did you mean" not in message(CONFIGS / "something.yaml")
+    assert "is a folder without a run" in message(CONFIGS)
 
 
 def test_settings_are_frozen() -> None:
