@@ -19,14 +19,11 @@ from torch import Tensor, nn
 
 from dspark.config import SettingError, default_layer_ids
 from dspark.families import family_of
+from dspark.target_checks import TargetError, opening_error, require_whole_weights, text_decoder
 
 __all__ = ["Captured", "Target", "TargetError", "default_layer_ids"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-
-
-class TargetError(ValueError):
-    """The target cannot be opened or read the way this pipeline needs."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class Target:
         self.tokenizer = tokenizer
         self.name, self.revision, self.folder = name, revision, folder
         self.text_config = self.model.config.get_text_config()
-        self.decoder = _text_decoder(self.model)
+        self.decoder = text_decoder(self.model)
         self.layers: Any = self.decoder.layers
         self.final_norm: Any = self.decoder.norm
         self.embed_tokens: nn.Embedding = self.decoder.embed_tokens
@@ -102,12 +99,14 @@ class Target:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         folder = Path(path_or_id) if Path(path_or_id).is_dir() else None
         hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        if folder is not None:
+            require_whole_weights(folder)
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 str(path_or_id), dtype=DTYPES[dtype], attn_implementation=attn_implementation, **hub
             )
-        except (OSError, ValueError) as error:
-            raise TargetError(f"cannot open the target {str(path_or_id)!r} (option `target.model`): {error}") from error
+        except (ImportError, OSError, ValueError) as error:
+            raise opening_error(str(path_or_id), attn_implementation, error) from error
         return cls(
             model.to(device),
             open_tokenizer(path_or_id, **hub),
@@ -290,18 +289,6 @@ def default_mask_token_id(text_config: Any, tokenizer: Any, *, vocab_size: int |
     if not special:
         raise TargetError("the tokenizer has no unused token to serve as mask; name one in `drafter.mask_token_id`")
     return max(special)
-
-
-def _text_decoder(model: Any) -> Any:
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "model", None)
-    decoder = getattr(decoder, "language_model", decoder)
-    missing = [part for part in ("layers", "norm", "embed_tokens") if not hasattr(decoder, part)]
-    if missing:
-        raise TargetError(
-            f"{type(model).__name__} has no {', '.join(missing)}; a decoder-only model with "
-            "`layers`, `norm` and `embed_tokens` is needed"
-        )
-    return decoder
 
 
 def open_tokenizer(path_or_id: str | Path, **hub: Any) -> Any:

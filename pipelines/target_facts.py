@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from pipelines.data.chat import require_thinking_switch
 from pipelines.errors import UserError
 from pipelines.settings import Settings, TargetSettings
 
@@ -91,14 +92,20 @@ def _examine(wanted: TargetSettings, layers: tuple[int, ...] | None, mask: int |
         open_tokenizer,
         stop_tokens,
     )
+    from dspark.target_checks import require_decoder, require_whole_weights
 
     name, path, revision = _locate(wanted)
     remote = {"trust_remote_code": wanted.trust_remote_code, "revision": revision}
     config = AutoConfig.from_pretrained(path, **remote)
+    if not wanted.trust_remote_code:  # code from elsewhere may compute while it makes a model
+        require_decoder(config, name)
     text_config = config.get_text_config()
     tokenizer = open_tokenizer(path, **remote)
     if tokenizer is None:
         raise UserError(f"the target {name!r} has no tokenizer files; put them beside its weights")
+    if wanted.thinking != "off":
+        require_thinking_switch(tokenizer, wanted.thinking)
+    require_whole_weights(Path(path))
     weights = hash_weights(Path(path))
     if weights is None:
         raise UserError(f"the target {name!r} has no *.safetensors file in {path}; save it with `save_pretrained`")

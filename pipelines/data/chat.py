@@ -26,6 +26,17 @@ def thinks(mode: Literal["off", "on", "mixed"], seed: int, prompt_id: str) -> bo
     return hashlib.sha256(f"{seed}:{prompt_id}".encode()).digest()[0] % 2 == 1
 
 
+def require_thinking_switch(tokenizer: PreTrainedTokenizerBase, mode: Literal["on", "mixed"]) -> None:
+    """Raises UserError when the template writes the same prompt whether thinking is on or off."""
+    question = [{"role": "user", "content": "Why?"}]
+    on, off = (render_prompt(tokenizer, question, thinking=thinking) for thinking in (True, False))
+    if on == off:
+        raise UserError(
+            f"target.thinking is {mode}, but the chat template of {_template(tokenizer)} has no thinking switch: it "
+            "writes the same prompt for on and off; set target.thinking=off"
+        )
+
+
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, thinking: bool, row: str = "this row"
 ) -> list[int]:

@@ -100,5 +100,5 @@ def test_bad_layer_is_named() -> None:
 
 
 def test_missing_target_is_named() -> None:
-    with pytest.raises(TargetError, match=r"target\.name"):
+    with pytest.raises(TargetError, match=r"target\.model"):
         Target.open("./no/such/folder", device="cpu")
