@@ -121,8 +121,9 @@ def ray_session(
         with environment(QUIET_ENVIRONMENT):
             reload_settings()
             _require_listener(address)
-            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=worker_logs)
             try:
+                with signals_left_alone():
+                    ray.init(address=address, logging_level=logging.ERROR, log_to_driver=worker_logs)
                 yield _describe(None)
             finally:
                 ray.shutdown()
@@ -137,21 +138,22 @@ def ray_session(
         variables = {**QUIET_ENVIRONMENT, **EMBEDDED_ENVIRONMENT, **private_token(temporary)}
         with environment(variables), lean_node(log_monitor=worker_logs):
             reload_settings()
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                num_gpus=num_gpus,
-                object_store_memory=object_store_bytes or DEFAULT_OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                logging_level=logging.ERROR,
-                log_to_driver=worker_logs,
-                _temp_dir=str(temporary),
-                _node_ip_address=LOOPBACK,
-            )
-            _embedded = True
             try:
+                with signals_left_alone():
+                    ray.init(
+                        address="local",
+                        num_cpus=num_cpus,
+                        num_gpus=num_gpus,
+                        object_store_memory=object_store_bytes or DEFAULT_OBJECT_STORE_BYTES,
+                        include_dashboard=False,
+                        logging_level=logging.ERROR,
+                        log_to_driver=worker_logs,
+                        _temp_dir=str(temporary),
+                        _node_ip_address=LOOPBACK,
+                    )
+                _embedded = True
                 yield _describe(temporary)
-            except BaseException:
+            except Exception:
                 ray.shutdown()
                 _keep_logs(temporary, directory)
                 raise
@@ -191,6 +193,19 @@ def lean_node(*, log_monitor: bool) -> Iterator[None]:
             patches.enter_context(mock.patch.object(node.Node, "start_log_monitor", skip))
         absent = ImportError("not wanted in an embedded cluster")
         patches.enter_context(mock.patch.object(utils, "get_dashboard_dependency_error", return_value=absent))
+        yield
+
+
+@contextlib.contextmanager
+def signals_left_alone() -> Iterator[None]:
+    """Let `ray.init` take no signal from this process.
+
+    Ray's answer to SIGTERM kills its servers first and then waits for them, a minute long or until it aborts; whoever
+    runs a session ends it in order when a signal's handler raises.
+    """
+    from ray._private import utils
+
+    with mock.patch.object(utils, "set_sigterm_handler", return_value=None):
         yield
 
 

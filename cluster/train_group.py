@@ -1,8 +1,8 @@
 """A group of training workers on Ray Train, restarted from its last checkpoint when a worker is lost.
 
 The training function finds its own newest checkpoint when it starts; this module sees to it that it is started again.
-SIGTERM (a preempted machine, `kill`) asks the workers to stop: they see it through `stop_wanted()`, write a checkpoint
-and return, and `run_group` raises `TrainingStopped`.
+SIGTERM (a preempted machine, `kill`) and SIGINT (Ctrl-C) ask the workers to stop: they see it through `stop_wanted()`,
+write a checkpoint and return, and `run_group` raises `TrainingStopped`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
+from cluster.lasting import is_lasting
 from cluster.session import is_embedded
 
 _KEY = "dspark_group"
-# Errors that come again however often the group is started; a lost peer shows as a RuntimeError and is not among them.
-LASTING_ERRORS: tuple[type[BaseException], ...] = (ValueError, TypeError, LookupError, FileNotFoundError, ImportError)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _current: str | None = None
 
 
@@ -30,7 +30,12 @@ class TrainingFailed(RuntimeError):
 
 
 class TrainingStopped(RuntimeError):
-    """The workers stopped because they were asked to; the training can be resumed."""
+    """The workers stopped because they were asked to, by the signal `number`; the training can be resumed."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        name = signal.Signals(number).name
+        super().__init__(f"training was asked to stop ({name}) and has written a checkpoint; run it again to go on")
 
 
 def run_group(
@@ -44,7 +49,7 @@ def run_group(
     max_failures: int = 3,
     storage_path: str,
     name: str = "group",
-    not_retried: tuple[type[BaseException], ...] = LASTING_ERRORS,
+    lasting: Callable[[BaseException], bool] = is_lasting,
 ) -> None:
     """Run `train_fn(config)` on `num_workers` ranks with a torch process group (nccl on GPUs, gloo elsewhere).
 
@@ -54,11 +59,11 @@ def run_group(
             `num_workers` as the cluster has room for, and grows again once there is more. None waits for all of them.
         max_failures: how often the whole group is started again after a worker was lost.
         storage_path: folder, or `s3://` and the like, for the small records that Ray Train keeps.
-        not_retried: errors of `train_fn` that end the training at once.
+        lasting: which errors of `train_fn` end the training at once; picklable, called in the workers.
 
     Raises:
-        TrainingFailed: `train_fn` raised one of `not_retried`, or workers were lost more than `max_failures` times.
-        TrainingStopped: SIGTERM arrived and the workers returned.
+        TrainingFailed: `train_fn` raised a lasting error, or workers were lost more than `max_failures` times.
+        TrainingStopped: SIGTERM or SIGINT arrived and the workers returned.
         ValueError: the cluster has fewer CPUs or GPUs than the group wants.
     """
     from ray import cloudpickle
@@ -69,9 +74,9 @@ def run_group(
     _require_room(fewest, cpus_per_worker, use_gpu)
     resources: dict[str, float] = {"CPU": cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
     group = uuid.uuid4().hex
-    trainer = TorchTrainer(
+    trainer: Any = TorchTrainer(
         _enter,
-        train_loop_config={"group": group, "work": cloudpickle.dumps((train_fn, dict(config), not_retried))},
+        train_loop_config={"group": group, "work": cloudpickle.dumps((train_fn, dict(config), lasting))},
         torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=(fewest, num_workers) if fewest < num_workers else num_workers,  # type: ignore[arg-type]
@@ -85,21 +90,20 @@ def run_group(
         ),
     )
     _leave_out_helpers(trainer)
-    with _asking_to_stop(group) as asked:
+    trainer._register_sigint_handler = lambda controller: None  # Ray's own aborts the workers where they stand
+    with _asking_to_stop(group) as received:
         try:
             result = trainer.fit()
             error = getattr(result, "error", None)
         except Exception as raised:  # Ray wraps it in classes that differ between releases
             error = raised
-    if lasting := _get(group, "error"):
-        text, cause = cloudpickle.loads(lasting)
+    if told := _get(group, "error"):
+        text, cause = cloudpickle.loads(told)
         raise TrainingFailed(text) from cause
     if error is not None:
         raise TrainingFailed(_cause(error)) from error
-    if asked.is_set():
-        raise TrainingStopped(
-            "training was asked to stop (SIGTERM) and has written a checkpoint; run it again to go on"
-        )
+    if received:
+        raise TrainingStopped(received[0])
 
 
 def stop_wanted() -> bool:
@@ -115,13 +119,14 @@ def _enter(loop: dict[str, Any]) -> None:
     group = loop["group"]
     if _get(group, "error") is not None:
         return  # the group was started again after an error that would only come again
-    train_fn, config, not_retried = cloudpickle.loads(loop["work"])
+    train_fn, config, lasting = cloudpickle.loads(loop["work"])
     _current = group
     try:
         train_fn(config)
-    except not_retried as error:
-        text = "".join(traceback.format_exception(error))
-        _put(group, "error", _pickled(text, error))
+    except Exception as error:
+        if lasting(error):
+            text = "".join(traceback.format_exception(error))
+            _put(group, "error", _pickled(text, error))
         raise
 
 
@@ -138,24 +143,28 @@ def _pickled(text: str, error: BaseException) -> bytes:
 
 
 @contextlib.contextmanager
-def _asking_to_stop(group: str) -> Iterator[threading.Event]:
-    """Pass the first SIGTERM on to the workers; the next one ends this process."""
-    asked = threading.Event()
+def _asking_to_stop(group: str) -> Iterator[list[int]]:
+    """Pass the first signal to stop on to the workers; the next one ends the training where it stands.
+
+    Yields the numbers of the signals that have arrived.
+    """
+    received: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
-            raise SystemExit(128 + number)
-        asked.set()
+        received.append(number)
+        if len(received) > 1:
+            raise KeyboardInterrupt
         _put(group, "stop", b"1")
 
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield received
         return
-    before = signal.signal(signal.SIGTERM, on_signal)
+    before = {number: signal.signal(number, on_signal) for number in STOP_SIGNALS}
     try:
-        yield asked
+        yield received
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _put(group: str, key: str, value: bytes) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
+from cluster.lasting import is_lasting
+
 Unit = TypeVar("Unit")
 Result = TypeVar("Result")
 Unit_contra = TypeVar("Unit_contra", contravariant=True)
@@ -44,7 +46,7 @@ class UnitFailed(RuntimeError):
 
 
 class WorkersFailed(RuntimeError):
-    """No worker could be started."""
+    """No worker could be started. `__cause__` is the exception that the worker met, where there was one."""
 
 
 @dataclass(kw_only=True)
@@ -68,7 +70,7 @@ def run_units(
     on_retry: Callable[[Unit, str], None] | None = None,
     max_in_flight_per_worker: int = 2,
     unit_name: Callable[[Unit], str] = str,
-    not_retried: tuple[type[BaseException], ...] = (ValueError, TypeError, FileNotFoundError),
+    lasting: Callable[[BaseException], bool] = is_lasting,
 ) -> PoolSummary:
     """Do all `units` on up to `num_workers` actors of the current Ray session.
 
@@ -82,11 +84,11 @@ def run_units(
         on_retry: called with the unit and the reason before it is tried again.
         max_in_flight_per_worker: units handed to an actor at a time; 2 hides the round trip.
         unit_name: how a unit is called in errors.
-        not_retried: errors of a unit that will not go away by trying again.
+        lasting: which errors, of a unit or of a worker that starts, will not go away by trying again.
 
     Raises:
         UnitFailed: a unit failed for good. What is already done has been delivered.
-        WorkersFailed: actors die while they start, `max_retries` + 1 times in a row.
+        WorkersFailed: a worker met a lasting error when it started, or they fail to, `max_retries` + 1 times in a row.
         ValueError: no node of the cluster has the resources of one worker.
     """
     if num_workers < 1 or max_in_flight_per_worker < 1 or max_retries < 0:
@@ -104,7 +106,7 @@ def run_units(
         on_result=on_result,
         on_retry=on_retry,
         unit_name=unit_name,
-        not_retried=not_retried,
+        lasting=lasting,
     )
     try:
         return pool.run(num_workers)
@@ -113,13 +115,10 @@ def run_units(
 
 
 class _Host:
-    """The actor: holds one worker."""
+    """The actor: holds one worker. It is made in a call: an actor whose constructor fails has no error to show."""
 
-    def __init__(self, make_worker: Callable[[], Worker[Any, Any]]) -> None:
+    def start(self, make_worker: Callable[[], Worker[Any, Any]]) -> None:
         self._worker = make_worker()
-
-    def ready(self) -> bool:
-        return True
 
     def run(self, unit: Any) -> Any:
         return self._worker.run(unit)
@@ -153,7 +152,7 @@ class _Pool(Generic[Unit, Result]):
     on_result: Callable[[Unit, Result], None]
     on_retry: Callable[[Unit, str], None] | None
     unit_name: Callable[[Unit], str]
-    not_retried: tuple[type[BaseException], ...]
+    lasting: Callable[[BaseException], bool]
     waiting: deque[_Job[Unit]] = field(default_factory=deque)
     seats: list[_Seat[Unit]] = field(default_factory=list)
     failed_starts: int = 0
@@ -186,8 +185,8 @@ class _Pool(Generic[Unit, Result]):
     def _hire(self) -> None:
         import ray
 
-        actor: Any = ray.remote(_Host).options(**self.options).remote(self.make_worker)
-        self.seats.append(_Seat(actor=actor, starting=actor.ready.remote()))
+        actor: Any = ray.remote(_Host).options(**self.options).remote()
+        self.seats.append(_Seat(actor=actor, starting=actor.start.remote(self.make_worker)))
 
     def _feed(self, seat: _Seat[Unit]) -> None:
         if seat.starting is not None:
@@ -213,7 +212,10 @@ class _Pool(Generic[Unit, Result]):
         except RayActorError as error:
             self._replace(seat, str(error))
         except RayTaskError as error:
-            self._failed(seat.jobs.pop(ref), str(error), error.cause)
+            if ref == seat.starting:
+                self._replace(seat, str(error), error.cause)
+            else:
+                self._failed(seat.jobs.pop(ref), str(error), error.cause)
         except RayError as error:
             self._replace(seat, f"{type(error).__name__}: {error}")
         else:
@@ -229,7 +231,7 @@ class _Pool(Generic[Unit, Result]):
 
     def _failed(self, job: _Job[Unit], detail: str, cause: BaseException | None) -> None:
         job.failures += 1
-        if job.failures > self.max_retries or isinstance(cause, self.not_retried):
+        if job.failures > self.max_retries or (cause is not None and self.lasting(cause)):
             raise UnitFailed(self.unit_name(job.unit), job.failures, detail) from cause
         self._again(job, detail)
 
@@ -239,7 +241,7 @@ class _Pool(Generic[Unit, Result]):
         if self.on_retry is not None:
             self.on_retry(job.unit, detail)
 
-    def _replace(self, seat: _Seat[Unit], detail: str) -> None:
+    def _replace(self, seat: _Seat[Unit], detail: str, cause: BaseException | None = None) -> None:
         """Give up a lost worker's seat, which the loop fills again; deliver what it had done, take back the rest."""
         import ray
         from ray.exceptions import RayError, RayTaskError
@@ -248,10 +250,9 @@ class _Pool(Generic[Unit, Result]):
         ray.kill(seat.actor)
         if seat.starting is not None:
             self.failed_starts += 1
-            if self.failed_starts > self.max_retries:
-                raise WorkersFailed(
-                    f"workers die while they start, {self.failed_starts} times in a row:\n{plain(detail)}"
-                )
+            if self.failed_starts > self.max_retries or (cause is not None and self.lasting(cause)):
+                times = "" if self.failed_starts == 1 else f", {self.failed_starts} times in a row"
+                raise WorkersFailed(f"workers fail while they start{times}:\n{plain(detail)}") from cause
             return
         self.summary.workers_lost += 1
         unfinished: list[_Job[Unit]] = []

@@ -6,26 +6,26 @@ own commands (`cli_cache`, `cli_tools`, `cli_cluster`).
 
 from __future__ import annotations
 
-import dis
 import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Annotated, Any
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer._click.exceptions import ClickException  # typer has no public name for it
 
 from pipelines import cli_cache, cli_cluster, cli_tools
 from pipelines.cli_tools import accepted_lengths_text
-from pipelines.errors import UserError
+from pipelines.errors import for_the_user, is_users_mistake
 
 if TYPE_CHECKING:
     from pipelines.run import Outcome
     from pipelines.settings import Settings
-
-OWN_PACKAGES = ("dspark", "storage", "cluster", "pipelines")
 
 ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="A settings file, e.g. configs/quickstart.yaml.")]
 OverridesArgument = Annotated[
@@ -129,9 +129,9 @@ def _execute(settings: Settings, only: Sequence[str] | None, *, redo: bool, as_j
     from pipelines.progress import Reporter
     from pipelines.run import run_stages
 
-    signal.signal(signal.SIGTERM, _stop)
     origin = provenance.collect(settings.run.seed)
-    outcomes = run_stages(settings, Reporter(), only=only, redo=redo, provenance=origin)
+    with for_the_user(settings.run.directory):
+        outcomes = run_stages(settings, Reporter(), only=only, redo=redo, provenance=origin)
     if as_json:
         stages = [vars(outcome) for outcome in outcomes]
         print(json.dumps({"directory": settings.run.directory, "stages": stages}, indent=2))
@@ -154,48 +154,66 @@ def _print_outcomes(outcomes: Sequence[Outcome]) -> None:
         print(f"Drafter: {by_stage['publish'].output}")
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point: exit code 0, 2 for a user's mistake (one message), 130 when interrupted, 1 for a fault of ours."""
+    """Entry point: exit code 0, 2 for a user's mistake (one message), 1 for a fault of ours.
+
+    Ctrl-C and SIGTERM end whatever runs in order, with exit code 130 and 143.
+    """
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' bars are noise in a log
+    with _stopping_in_order() as received:
+        try:
+            code = _call(sys.argv[1:] if arguments is None else list(arguments))
+            sys.stdout.flush()
+        except KeyboardInterrupt:
+            print("stopped; the same command goes on from here", file=sys.stderr)
+            raise SystemExit(128 + (received[0] if received else signal.SIGINT)) from None
+        except BrokenPipeError:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the reader went away; nothing is left to flush to
+            raise SystemExit(0) from None
+        except Exception as error:
+            if os.environ.get("DSPARK_TRACEBACK") or not is_users_mistake(error):
+                raise
+            print(f"dspark: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+    raise SystemExit(code)
+
+
+def _call(arguments: list[str]) -> int:
+    """Do the command; its exit code. Typer's own entry point would swallow an interrupt and a closed pipe."""
+    command = typer.main.get_command(app)
     try:
-        app(args=None if arguments is None else list(arguments))
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
-        raise SystemExit(130) from None
-    except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the reader went away; nothing is left to flush to
-        raise SystemExit(0) from None
-    except Exception as error:
-        if os.environ.get("DSPARK_TRACEBACK") or not is_users_mistake(error):
-            raise
-        print(f"dspark: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        with command.make_context("dspark", arguments) as context:
+            command.invoke(context)
+    except typer.Exit as end:
+        return end.exit_code
+    except ClickException as problem:
+        problem.show()
+        return problem.exit_code
+    return 0
 
 
-def is_users_mistake(error: BaseException) -> bool:
-    """Whether the message alone is for the user: a UserError, or a value or file error that our own code *raises*.
+@contextmanager
+def _stopping_in_order() -> Iterator[list[int]]:
+    """Let SIGTERM interrupt as Ctrl-C does; yields the numbers of the signals that have arrived.
 
-    A ValueError that comes out of a library, or out of a builtin that we called wrongly, keeps its traceback.
+    KeyboardInterrupt is the one exception that comes out of every wait, Ray's among them, as it went in.
     """
-    if isinstance(error, UserError):
-        return True
-    return isinstance(error, (ValueError, OSError)) and _raised_by_us(error.__traceback__)
+    received: list[int] = []
 
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
 
-def _raised_by_us(traceback: TracebackType | None) -> bool:
-    if traceback is None:
-        return False
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    code: Any = traceback.tb_frame.f_code.co_code
-    module = str(traceback.tb_frame.f_globals.get("__name__", ""))
-    explicit = code[traceback.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-    return explicit and module.partition(".")[0] in OWN_PACKAGES
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
 
 def check(settings: Settings) -> None:
     """Raises UserError for a drafter that this target cannot have, and for a place where training cannot write."""
-    from pipelines.training.task import drafter_config
+    from pipelines.training.task import drafter_config, engine_settings
 
     if "://" in settings.run.directory:
         raise UserError(
@@ -76,6 +76,10 @@ def check(settings: Settings) -> None:
             "and `dspark cache` make"
         )
 
+    try:
+        engine_settings(settings).require_known_keys()
+    except ValueError as error:
+        raise UserError(f"train.deepspeed: {error}") from error
     drafter_config(settings, examine_target(settings))
 
 

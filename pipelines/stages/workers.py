@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from pipelines.errors import UserError, for_the_user
 
 if TYPE_CHECKING:
     from dspark.target import Target
@@ -17,20 +20,31 @@ Unit = TypeVar("Unit")
 def open_target(settings: Settings, facts: TargetFacts) -> Target:
     """The target as this run reads it: local folder, capture layers, dtype and device of the settings."""
     import torch
+    from safetensors import SafetensorError
 
     from dspark.target import Target
     from pipelines.target_facts import local_folder
 
     torch.set_num_threads(settings.cluster.threads_per_worker or settings.cluster.cpus_per_worker)
-    wanted = settings.target
-    return Target.open(
-        local_folder(facts),
-        dtype=wanted.dtype,
-        device=wanted.device,
-        target_layer_ids=facts.target_layer_ids,
-        attn_implementation=wanted.attention,
-        trust_remote_code=wanted.trust_remote_code,
-    )
+    wanted, folder = settings.target, local_folder(facts)
+    if torch.device(wanted.device).type == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"target.device is {wanted.device}, and torch {torch.__version__} finds no GPU for this worker; set "
+            "target.device=cpu, or cluster.gpus_per_worker to at least 1 and a torch built for CUDA"
+        )
+    try:
+        return Target.open(
+            folder,
+            dtype=wanted.dtype,
+            device=wanted.device,
+            target_layer_ids=facts.target_layer_ids,
+            attn_implementation=wanted.attention,
+            trust_remote_code=wanted.trust_remote_code,
+        )
+    except SafetensorError as error:
+        raise UserError(
+            f"target.model: a *.safetensors file in {folder} is damaged or cut off ({error}); fetch the model again"
+        ) from error
 
 
 @contextmanager
@@ -58,16 +72,41 @@ def on_pool(
     on_result: Callable[[Unit, Any], None],
     unit_name: Callable[[Unit], str],
 ) -> None:
-    """Do `units` on a pool of workers with the resources that the settings give each of them."""
-    from cluster.work_pool import run_units
+    """Do `units` on a pool of workers with the resources that the settings give each of them.
+
+    Raises UserError for what is the user's to mend, wherever a worker met it.
+    """
+    from safetensors import SafetensorError
+
+    from cluster.lasting import is_lasting
+    from cluster.work_pool import UnitFailed, WorkersFailed, run_units
 
     cluster = settings.cluster
-    run_units(
-        make_worker,
-        units,
-        num_workers=workers,
-        cpus_per_worker=cluster.cpus_per_worker,
-        gpus_per_worker=cluster.gpus_per_worker,
-        on_result=on_result,
-        unit_name=unit_name,
-    )
+    try:
+        run_units(
+            partial(_Worker, make_worker, settings.run.directory),
+            units,
+            num_workers=workers,
+            cpus_per_worker=cluster.cpus_per_worker,
+            gpus_per_worker=cluster.gpus_per_worker,
+            on_result=on_result,
+            unit_name=unit_name,
+            lasting=partial(is_lasting, others=(SafetensorError,)),
+        )
+    except (UnitFailed, WorkersFailed) as failed:
+        if isinstance(failed.__cause__, UserError):
+            raise UserError(str(failed.__cause__)) from failed
+        raise
+
+
+class _Worker:
+    """A stage's worker whose errors for the user arrive as such: which they are shows only where they are raised."""
+
+    def __init__(self, make_worker: Callable[[], Any], directory: str) -> None:
+        self._directory = directory
+        with for_the_user(directory):
+            self._worker = make_worker()
+
+    def run(self, unit: Any) -> Any:
+        with for_the_user(self._directory):
+            return self._worker.run(unit)

@@ -45,20 +45,22 @@ def test_a_lasting_error_ends_it_at_once_and_is_told(tmp_path: Path):
     assert len(list(tmp_path.glob("started-*"))) == 1
 
 
-def test_sigterm_asks_the_workers_to_stop(tmp_path: Path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_asks_the_workers_to_stop(tmp_path: Path, number: signal.Signals):
     def terminate() -> None:
         while not (tmp_path / "log").exists():
             time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     thread = threading.Thread(target=terminate)
     thread.start()
-    with pytest.raises(TrainingStopped, match="run it again"):
+    with pytest.raises(TrainingStopped, match="run it again") as stopped:
         start(tmp_path, steps=1000, pause=0.1)
     thread.join()
+    assert stopped.value.number == number
     assert 1 <= len(lines(tmp_path)) < 1000
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(number) == before
     start(tmp_path, steps=len(lines(tmp_path)) + 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import signal
@@ -95,9 +96,20 @@ def test_passing_failures_are_retried_and_lasting_ones_are_not(tmp_path: Path):
     assert "workers.py" in failure.value.detail, "the worker's own traceback is part of the error"
 
 
-def test_workers_that_cannot_start():
-    with pytest.raises(WorkersFailed, match="no such model"):
-        collect(CannotStart, [1], max_retries=1)
+@pytest.mark.parametrize(
+    ("error", "starts"),
+    [
+        (RuntimeError("the peer went away"), 2),
+        (ValueError("no such model"), 1),
+        (ImportError("no such package"), 1),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 1),
+    ],
+)
+def test_workers_that_cannot_start(tmp_path: Path, error: Exception, starts: int):
+    with pytest.raises(WorkersFailed, match=str(error).replace("[", r"\[")) as failure:
+        collect(functools.partial(CannotStart, str(tmp_path), error), [1], num_workers=1, max_retries=1)
+    assert type(failure.value.__cause__) is type(error)
+    assert len(list(tmp_path.iterdir())) == starts, "what will not go away is not tried again"
 
 
 def test_few_units_are_in_flight():
