@@ -26,6 +26,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -198,15 +199,20 @@ def lean_node(*, log_monitor: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_left_alone() -> Iterator[None]:
-    """Let `ray.init` take no signal from this process.
+    """Let `ray.init` leave this process with the answer to SIGTERM that it had.
 
-    Ray's answer to SIGTERM kills its servers first and then waits for them, a minute long or until it aborts; whoever
-    runs a session ends it in order when a signal's handler raises.
+    Ray's own in Python kills its servers first and then waits for them, a minute long; the one in C++ prints a stack,
+    and aborts the process three seconds later. Whoever runs a session ends it in order when a handler raises.
     """
     from ray._private import utils
 
-    with mock.patch.object(utils, "set_sigterm_handler", return_value=None):
-        yield
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with mock.patch.object(utils, "set_sigterm_handler", return_value=None):
+            yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)  # looks the same to Python, and takes it back from C++
 
 
 @contextlib.contextmanager

@@ -123,3 +123,30 @@ def test_what_lives_on_of_a_killed_session_is_ended_and_nothing_else(tmp_path: P
         assert spared.poll() is None
         spared.kill()
         spared.wait()
+
+
+def test_sigterm_is_left_to_the_process_and_the_session_ends_in_order():
+    """Ray's own handlers would abort the process, or let it wait for servers that they have killed."""
+    text = """
+        import os, signal, time
+        from cluster.session import ray_session
+
+        def interrupt(number, frame):
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGTERM, interrupt)
+        try:
+            with ray_session(num_cpus=1) as session:
+                import ray
+                slow = ray.remote(lambda: time.sleep(600)).remote()
+                signal.setitimer(signal.ITIMER_REAL, 1)
+                signal.signal(signal.SIGALRM, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
+                ray.get(slow)
+        except KeyboardInterrupt:
+            time.sleep(4)  # longer than Ray's abort would take
+            print("ended", session.temporary.exists(), ray.is_initialized())
+    """
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(text)], cwd=root, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "ended False False\n"), done.stderr
+    assert "SIGTERM" not in done.stderr
