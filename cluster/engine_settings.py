@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from cluster.schedule import Schedule, learning_rate_factor
@@ -84,6 +85,24 @@ class DeepSpeedSettings:
                 "use the training settings of the same meaning"
             )
 
+    def require_known_keys(self) -> None:
+        """Raises ValueError for overrides that DeepSpeed refuses, or does not read when it reads its configuration."""
+        if not self.overrides:
+            return
+        from deepspeed.runtime.config import DeepSpeedConfig
+
+        config = _Watched(self.to_json())
+        try:
+            DeepSpeedConfig(config)
+        except (ValueError, TypeError, AssertionError, AttributeError, KeyError) as error:  # what its sections raise
+            raise ValueError(f"DeepSpeed refuses the overrides {dict(self.overrides)}: {error}") from error
+        known = sorted(config.looked_up - set(_RESERVED))
+        for key in self.overrides:
+            if key not in config.looked_up:
+                close = get_close_matches(key, known, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"it knows {', '.join(known)}"
+                raise ValueError(f"DeepSpeed has no top-level key {key!r}; {hint}")
+
     def to_json(self) -> dict[str, Any]:
         """The DeepSpeed configuration."""
         config: dict[str, Any] = {
@@ -129,6 +148,32 @@ class DeepSpeedSettings:
         if self.zero_stage == 0:
             kind = type(f"Guarded{kind.__name__}", (_Guarded, kind), {"clip": self.clip})
         return kind([dict(group) for group in groups], **common, **options)
+
+
+class _Watched(dict[str, Any]):
+    """A DeepSpeed configuration that notes which keys were looked up in it."""
+
+    def __init__(self, values: Mapping[str, Any], looked_up: set[str] | None = None) -> None:
+        super().__init__(values)
+        self.looked_up: set[str] = set() if looked_up is None else looked_up
+
+    def __copy__(self) -> _Watched:
+        return _Watched(self, self.looked_up)
+
+    def __contains__(self, key: object) -> bool:
+        self.looked_up.add(str(key))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.looked_up.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.looked_up.add(key)
+        return super().get(key, default)
+
+    def keys(self) -> Any:  # of which DeepSpeed asks what they contain
+        return self
 
 
 class _Guarded:

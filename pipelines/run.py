@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pipelines.errors import UserError
+from pipelines.preflight import check_start, require_room, stages_left
 from pipelines.run_directory import RunDirectory
 from pipelines.tracking import Tracker, plan_tracking
 from storage.identity import differences, identity_of, plain
@@ -56,6 +57,7 @@ class Stage:
         return cast(StageModule, import_module(self.module))
 
 
+RECORD_KEYS = ("stage", "identity", "complete", "seconds", "result", "fields")  # of stages/NAME.json
 STAGES = {
     stage.name: stage
     for stage in (
@@ -144,7 +146,7 @@ class Run:
 
     def record(self, stage: str) -> dict[str, Any] | None:
         """What is known of a stage's output; None where there is no output."""
-        record = self.directory.read_json(_record_name(stage))
+        record = self.directory.read_json(_record_name(stage), needs=RECORD_KEYS)
         return None if record is None or self.directory.is_empty(self.stages[stage].output) else record
 
     def is_complete(self, stage: str) -> bool:
@@ -185,16 +187,21 @@ class Run:
             if record is not None and record["identity"] != self.identity(stage):
                 raise UserError(self._mismatch(stage, record))
 
+    def refuse_foreign_files(self, stages: Sequence[str]) -> None:
+        """Raises UserError for the first of these whose place holds files of unknown origin."""
+        for stage in stages:
+            if self.record(stage) is None and not self.directory.is_empty(self.stages[stage].output):
+                raise UserError(
+                    f"{self.location(stage)} holds files, but no {_record_name(stage)} says what they are; move them "
+                    "away or set another run.directory"
+                )
+
     def prepare(self, stage: str, *, redo: bool) -> bool:
         """Make the output's place ready; True if the stage still has work to do. Raises UserError on a mismatch."""
         if not redo:
             self.refuse_other_identities([stage])
-        output, record = self.stages[stage].output, self.record(stage)
-        if record is None and not self.directory.is_empty(output):
-            raise UserError(
-                f"{self.location(stage)} holds files, but no {_record_name(stage)} says what they are; move them away "
-                "or set another run.directory"
-            )
+        self.refuse_foreign_files([stage])
+        record = self.record(stage)
         if record is not None and record["identity"] != self.identity(stage):
             self._set_aside(stage, record)
             record = None
@@ -248,7 +255,7 @@ class Run:
     def uid(self) -> str:
         """Eight hex digits that tell this run directory from any other; drawn once and kept in `run.json`."""
         summary = self.directory.read_json("run.json")
-        if summary is None:
+        if summary is None or not summary.get("uid"):
             self.write_summary()
             return self.uid()
         return str(summary["uid"])
@@ -298,24 +305,25 @@ def run_stages(
     """
     run = Run(settings, stages=stages)
     wanted = [name for name in run.stages if only is None or name in only]
-    for name in wanted:
-        if (check := getattr(run.stages[name].load(), "check", None)) is not None:
-            check(settings)  # before hours of work that a later stage could not use
     outcomes = []
+    known = run.directory.exists("run.lock")
+    if not known:
+        check_start(run, wanted, redo=redo)  # before the lock: what is refused here leaves no folder behind
     with run.directory.lock(), ExitStack() as shared:
-        if not redo:
-            run.refuse_other_identities(wanted)
+        if known:
+            check_start(run, wanted, redo=redo)
         run.write_summary(provenance)
         for name in wanted:
             for needed in run.stages[name].inputs:
                 run.require(needed, needed_by=name)
-            outcomes.append(_do(run, name, reporter, shared, redo=redo))
+            left = stages_left(run, wanted[wanted.index(name) :])
+            outcomes.append(_do(run, name, left, reporter, shared, redo=redo))
             run.write_summary()
         run.directory.remove_leftovers()
     return outcomes
 
 
-def _do(run: Run, name: str, reporter: Reporter, shared: ExitStack, *, redo: bool) -> Outcome:
+def _do(run: Run, name: str, left: Sequence[str], reporter: Reporter, shared: ExitStack, *, redo: bool) -> Outcome:
     started = time.monotonic()
     has_work = run.prepare(name, redo=redo)
     if has_work:
@@ -324,6 +332,7 @@ def _do(run: Run, name: str, reporter: Reporter, shared: ExitStack, *, redo: boo
             from pipelines.stages.workers import session
 
             shared.enter_context(session(run.settings, run.directory.location()))
+            require_room(run.settings, left)
         with reporter.stage(name), Tracker(plan_tracking(run.settings, run, name), reporter.say) as run.tracker:
             result = run.stages[name].load().execute(run.settings, run, reporter) or {}
             assert run.tracker is not None
@@ -359,10 +368,10 @@ def open_run(directory: str, overrides: Sequence[str] = ()) -> Run:
     from pipelines.yaml_files import apply_overrides, parse_text
 
     there = RunDirectory(directory)
-    summary = there.read_json("run.json")
+    summary = there.read_json("run.json", needs=("settings",))
     if summary is None:
         raise UserError(f"{directory} is not a run directory: there is no run.json in it")
-    values = {**summary["settings"], "run": {**summary["settings"]["run"], "directory": directory}}
+    values = {**summary["settings"], "run": {**summary["settings"].get("run", {}), "directory": directory}}
     document = parse_text(json.dumps(values), there.location("run.json"))
     apply_overrides(document, overrides)
     return Run(check_settings(document))

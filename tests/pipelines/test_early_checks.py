@@ -2,16 +2,22 @@
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
+from whole_run import write_config
 
 from dspark.target import Target, TargetError
 from dspark.target_checks import require_decoder
 from pipelines.errors import UserError
-from pipelines.settings import settings_from_dict
+from pipelines.preflight import require_room
+from pipelines.progress import Reporter
+from pipelines.run import run_stages
+from pipelines.settings import Settings, load_settings, settings_from_dict
+from pipelines.stages.train import check as check_training
 from pipelines.target_facts import TargetFacts, examine_target
 
 
@@ -36,7 +42,15 @@ def test_a_model_of_another_make_is_refused_by_its_config(target: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("attention", "cure"), [("sdpa", "set target.attention=eager"), ("flash_attention_2", "set target.attention=sdpa")]
+    ("attention", "cure"),
+    [
+        ("sdpa", r"set target\.attention=eager"),
+        pytest.param(
+            "flash_attention_2",
+            r"set target\.attention=sdpa",
+            marks=pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed here"),
+        ),
+    ],
 )
 def test_an_attention_that_the_target_lacks_names_the_cure(attention: str, cure: str, tmp_path: Path) -> None:
     config = transformers.Gemma2Config(
@@ -77,3 +91,73 @@ def test_thinking_needs_a_template_with_the_switch(target: Path) -> None:
     if "chat_template" in config:
         (target / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": new}))
     assert examine(target, thinking="mixed").num_layers == 2
+
+
+def toy_run(folder: Path, target: Path, *words: str) -> Settings:
+    return load_settings(write_config(folder, target), words)
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("drafter.mask_token_id=60000", r"mask_token_id is 60000; allowed: 0 to \d+"),
+        ("drafter.target_layer_ids=[0,1]", "target_layer_ids is 1; allowed: -1 .* to 0"),
+        ("drafter.target_layer_ids=[0,20]", "target_layer_ids is 20; allowed"),
+        ("drafter.draft_vocab_size=100000", "draft_vocab_size is 100000; allowed: 1 to"),
+        ("cluster.cpus_per_worker=4", r"a worker wants cluster\.cpus_per_worker=4 CPUs .*there: 2 CPUs"),
+        ("cluster.gpus_per_worker=1", r"cluster\.gpus_per_worker=1 GPUs, and no machine has them"),
+        ("target.device=cuda", r"target\.device is cuda, and torch .* finds 0 GPUs on this machine"),
+        ("target.attention=flash_attention_2", r"flash-attn is not installed here; .* target\.attention=sdpa"),
+    ],
+)
+@pytest.mark.parametrize("stage", ["regenerate", None])
+def test_what_cannot_work_is_refused_at_the_start_and_leaves_nothing(
+    word: str, expected: str, stage: str | None, toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    if "flash" in word and find_spec("flash_attn") is not None:
+        pytest.skip("flash-attn is installed here")
+    wanted = toy_run(tmp_path, toy_folder, word)
+    with pytest.raises(ValueError, match=expected):
+        run_stages(wanted, Reporter(quiet=True), only=None if stage is None else [stage])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stage_without_its_inputs_leaves_nothing(toy_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train needs .*cache, which is not there yet"):
+        run_stages(toy_run(tmp_path, toy_folder), Reporter(quiet=True), only=["train"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_foreign_files_in_a_later_stages_place_are_seen_before_the_first_starts(
+    toy_folder: Path, tmp_path: Path
+) -> None:
+    foreign = tmp_path / "run" / "cache" / "notes.txt"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("mine")
+    with pytest.raises(UserError, match=r"cache holds files, but no stages/cache\.json says what they are"):
+        run_stages(toy_run(tmp_path, toy_folder), Reporter(quiet=True))
+    assert [path for path in (tmp_path / "run").rglob("*") if path.is_file()] == [foreign]
+
+
+def test_room_is_counted_node_by_node(toy_folder: Path, tmp_path: Path) -> None:
+    wanted = toy_run(tmp_path, toy_folder, "cluster.address=head:1", "cluster.cpus_per_worker=2", "train.ranks=2")
+    with pytest.raises(UserError, match=r"train\.ranks=2 ranks want 2 CPUs and 0 GPUs each, and there is room for 1"):
+        require_room(wanted, ["train"], [{"CPU": 3}, {"CPU": 1}])
+    require_room(wanted, ["regenerate"], [{"CPU": 3}, {"CPU": 1}])
+    require_room(wanted, ["train"], [{"CPU": 3}, {"CPU": 2}])
+    shared = toy_run(tmp_path, toy_folder, "train.ranks=7")  # ranks share the CPUs of a cluster of the run's own
+    require_room(shared, ["train"], [{"CPU": 2}])
+
+
+def test_keys_that_deepspeed_does_not_read_are_refused(toy_folder: Path, tmp_path: Path) -> None:
+    for word, expected in (
+        ("train.deepspeed.foo=1", "no top-level key 'foo'; it knows activation_checkpointing, "),
+        ("train.deepspeed.zero_optimisation.stage=2", "did you mean zero_optimization?"),
+        ("train.deepspeed.zero_optimization.foo=2", "DeepSpeed refuses the overrides .*foo"),
+        ("train.deepspeed.optimizer.type=Adam", "may not set optimizer"),
+    ):
+        with pytest.raises(UserError, match=rf"train\.deepspeed: .*{expected}"):
+            check_training(toy_run(tmp_path, toy_folder, word))
+    check_training(toy_run(tmp_path, toy_folder, "train.deepspeed.zero_optimization.reduce_bucket_size=1000"))
