@@ -37,8 +37,7 @@ def test_damaged_units_are_built_again_and_no_other(sound: Path, cache: Path) ->
     (cache / "state.json").write_text("{}")
     kept = (cache / shard_name(2)).stat().st_mtime_ns
     assert {shard_name(1), commit_name(0), "state.json"} == {problem.file for problem in discard_damaged(cache)}
-    assert not (cache / COMPLETE).exists()
-    assert not (cache / shard_name(0)).exists() and not (cache / commit_name(1)).exists()
+    assert [name for name in (COMPLETE, shard_name(0), commit_name(1)) if (cache / name).exists()] == []
     build(cache, make_plan("int8"))
     assert (cache / shard_name(2)).stat().st_mtime_ns == kept
     assert verify(cache) == []
