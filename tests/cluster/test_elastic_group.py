@@ -18,7 +18,7 @@ from group_work import count
 from cluster.session import RaySession
 from cluster.train_group import run_group
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.evidence, pytest.mark.timeout(900)]
 
 
 # `ray start` would take the machine's outer address; this stays on loopback, as the embedded head does.
