@@ -220,8 +220,15 @@ def _client(address: str) -> Any:
 @contextlib.contextmanager
 def _told(address: str, job: str | None) -> Iterator[None]:
     """Ray's errors in words for the person who gave the address or the id."""
+    from ray.exceptions import AuthenticationError
+
     try:
         yield
+    except AuthenticationError as error:
+        raise JobError(
+            f"the Ray head at {address} refused: it asks for its token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH "
+            "gives none or another one; set it to the head's (with RAY_AUTH_MODE=token)"
+        ) from error
     except ConnectionError as error:
         raise JobError(
             f"no Ray head answers at {address} ({error}); give the dashboard's address, such as http://host:8265, and "

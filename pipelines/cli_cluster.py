@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -26,7 +27,15 @@ def _address(given: str) -> str:
 
     if not given:
         raise UserError("which cluster? add --address http://HOST:8265, or set RAY_JOBS_ADDRESS")
-    return given
+    address = given if "://" in given else f"http://{given}"
+    try:
+        parts = urlsplit(address)
+        whole = parts.scheme in ("http", "https") and parts.hostname and parts.port
+    except ValueError:  # a port that is no number, or out of range
+        whole = False
+    if not whole:
+        raise UserError(f"--address {given!r} is not the address of a head's job server; expected http://HOST:8265")
+    return address
 
 
 def submit(

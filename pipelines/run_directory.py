@@ -50,8 +50,8 @@ class RunDirectory:
     def exists(self, name: str) -> bool:
         return self.folder.exists(name)
 
-    def read_json(self, name: str) -> dict[str, Any] | None:
-        """The object in a JSON file; None where there is no file."""
+    def read_json(self, name: str, needs: tuple[str, ...] = ()) -> dict[str, Any] | None:
+        """The object in a JSON file; None where there is no file. Raises UserError for one without a key it `needs`."""
         if not self.folder.exists(name):
             return None
         try:
@@ -60,6 +60,10 @@ class RunDirectory:
             raise UserError(f"{self.location(name)} is not valid JSON ({error}); remove it or restore it") from None
         if not isinstance(value, dict):
             raise UserError(f"{self.location(name)} does not hold a JSON object; remove it or restore it")
+        if missing := [key for key in needs if key not in value]:
+            raise UserError(
+                f"{self.location(name)} lacks {', '.join(missing)}; restore it, or set another run.directory"
+            )
         return value
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
@@ -90,18 +94,30 @@ class RunDirectory:
             shutil.rmtree(folder)
 
     @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"run.directory: {self.folder} cannot hold a run ({error}); set it to a folder that can be written"
+            ) from error
+
+    @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the run for this process. Raises UserError while another one, still alive, holds it."""
         if not self.is_local:
-            self.folder.make()
+            with self._told():
+                self.folder.exists("run.json")
             yield
             return
         path = self.path("run.lock")
-        path.parent.mkdir(parents=True, exist_ok=True)
         key = str(path.resolve())
-        if key in _locked_here:
+        if key in _locked_here:  # opening and closing it once more would drop the lock
             raise UserError(f"this process is already running in {self.url}")
-        with open(path, "a+", encoding="utf-8") as file:
+        with self._told():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - closed below; this is about its opening alone
+        with file:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

@@ -96,6 +96,10 @@ def _examine(wanted: TargetSettings, layers: tuple[int, ...] | None, mask: int |
 
     name, path, revision = _locate(wanted)
     remote = {"trust_remote_code": wanted.trust_remote_code, "revision": revision}
+    if not Path(path, "config.json").is_file():
+        raise UserError(
+            f"target.model: {path} is no model folder: it has no config.json; give one as `save_pretrained` writes it"
+        )
     config = AutoConfig.from_pretrained(path, **remote)
     if not wanted.trust_remote_code:  # code from elsewhere may compute while it makes a model
         require_decoder(config, name)

@@ -45,7 +45,7 @@ class Folder:
         if "://" in self.url:
             try:
                 self._fs, self._path = pafs.FileSystem.from_uri(self.url)
-            except pa.ArrowInvalid as error:
+            except (pa.ArrowInvalid, OSError) as error:  # no such scheme; no such bucket, or no way to its store
                 shown = f"cannot open {_without_secrets(self.url)!r}: {_without_secrets(str(error))}"
                 raise ValueError(f"{shown}; expected a local path, s3://... or gs://...") from error
         else:

@@ -204,11 +204,18 @@ def open_hub_dataset(
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(`file:line`, object) for each line that is not blank. Raises UserError at a line that is no JSON object."""
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, start=1):
+            place = f"{path}:{number}"
+            try:
+                line = raw.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{place}: not UTF-8 (byte {raw[error.start]:#04x} at position {error.start + 1} of the line); "
+                    "save the file as UTF-8"
+                ) from None
             if not line.strip():
                 continue
-            place = f"{path}:{number}"
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
