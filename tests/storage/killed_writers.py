@@ -6,9 +6,12 @@ import itertools
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from cache_builders import SAMPLES, fit, make_row, rows_of
@@ -88,24 +91,72 @@ def read_through_copy(root: str, copy: str, limit: int, seed: int) -> None:
         assert torch.equal(cache.row(index).features, exact.features.flatten(1))  # type: ignore[union-attr]
 
 
-def drive(root: str, plan: CachePlan, workers: int) -> None:
-    """A driver and its workers, each a process of its own: workers write units, a dead one's are given to the next."""
+@dataclass(frozen=True)
+class Kill:
+    """The end of a `victim` ("driver" or "worker"): so many seconds after its event of that number."""
+
+    victim: str
+    event: int
+    delay: float
+
+
+class Events:
+    """Counts rows handed over and either side of each sync, rename and wait of this process; ends it at one of them."""
+
+    def __init__(self, kill: Kill | None) -> None:
+        self.count, self._kill = 0, kill
+        for name in ("fsync", "replace", "waitpid"):
+            setattr(os, name, self._around(getattr(os, name)))
+
+    def happened(self) -> None:
+        if self._kill is not None and self.count == self._kill.event:
+            threading.Timer(self._kill.delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        self.count += 1
+
+    def _around(self, function: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*arguments: object) -> object:
+            self.happened()
+            result = function(*arguments)
+            self.happened()
+            return result
+
+        return wrapped
+
+
+def drive(root: str, plan: CachePlan, workers: int, kill: Kill | None = None, counts: str | None = None) -> None:
+    """A driver and its workers, each a process of its own: workers write units, a dead one's are given to the next.
+
+    With `counts`, a folder, processes leave the number of their events there, and word of a worker's death.
+    """
     torch.set_num_threads(1)
+    events = Events(kill if kill is not None and kill.victim == "driver" else None)
     create_or_resume(root, plan, lambda: fit(plan))
     while left := sorted(set(range(len(plan.units))) - create_or_resume(root, plan)):
         children = []
         for number in range(workers):
             child = os.fork()
             if not child:
-                try:
-                    for unit in left[number::workers]:
-                        write_unit(root, unit, rows_of(plan, unit))
-                finally:
-                    os._exit(0)
+                _work(root, plan, left[number::workers], kill if number == 0 else None, counts)
             children.append(child)
         for child in children:
-            os.waitpid(child, 0)
+            _, status = os.waitpid(child, 0)
+            if os.WIFSIGNALED(status) and counts:
+                (Path(counts) / "worker-killed").touch()
+        kill = None
     finish(root)
+    if counts:
+        (Path(counts) / "driver").write_text(str(events.count))
+
+
+def _work(root: str, plan: CachePlan, units: list[int], kill: Kill | None, counts: str | None) -> NoReturn:
+    try:
+        events = Events(kill if kill is not None and kill.victim == "worker" else None)
+        for unit in units:
+            write_unit(root, unit, (row for row in rows_of(plan, unit) if events.happened() is None))
+        if counts:
+            (Path(counts) / "worker").write_text(str(events.count))
+    finally:
+        os._exit(0)
 
 
 def read_on(root: str, findings: str) -> None:
