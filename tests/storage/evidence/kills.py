@@ -2,7 +2,7 @@
 
 The build is the product's own (`create_or_resume`, `write_unit` in two worker processes, `finish`) over precomputed
 states of a small random cache, so that hundreds of builds take minutes; no model runs in it. A reader opens the cache
-all the while and compares every row that it sees with the exact one. A random point is up to 20 ms after an event drawn
+all the while and compares every row that it sees with the exact one. A random point is up to 2 ms after an event drawn
 from those of the process: a row handed over, either side of a sync, of a rename, of the wait for a worker. After each
 kill the build is started again, and once it is finished the folder must equal an undisturbed build, byte for byte.
 """
@@ -29,8 +29,8 @@ from test_kill import kill_and_finish
 from storage.target_cache import CachePlan, is_finished, verify
 
 CODEC = "int8"
-KILLS_A_BUILD = 3  # at most; the build is started again after each, and the last start is left alone
-LONGEST_DELAY = 0.02  # seconds between an event and the death that it brings
+KILLS_A_BUILD = 4  # at most; the build is started again after each, and the last start is left alone
+LONGEST_DELAY = 0.002  # seconds between an event and the death that it brings
 
 
 def start(context: ForkServerContext, root: Path, plan: CachePlan, *further: Any) -> Any:
