@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dspark.config import SettingError, default_layer_ids
 from dspark.families import family_of
-from dspark.target_checks import TargetError, opening_error, require_whole_weights, text_decoder
+from dspark.target_checks import TargetError, opening_error, require_device, require_whole_weights, text_decoder
 
 __all__ = ["Captured", "Target", "TargetError", "default_layer_ids"]
 
@@ -95,6 +95,7 @@ class Target:
 
         if dtype not in DTYPES:
             raise SettingError(f"dtype is {dtype!r}; allowed: {', '.join(DTYPES)} (option `target.dtype`)")
+        require_device(device)
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         folder = Path(path_or_id) if Path(path_or_id).is_dir() else None

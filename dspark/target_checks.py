@@ -63,6 +63,20 @@ def opening_error(name: str, attention: str, error: Exception) -> TargetError:
     return TargetError(f"cannot open the target {name!r} (option `target.model`): {error}")
 
 
+def require_device(device: str) -> None:
+    """Raises TargetError for a GPU that this process does not have; `auto` and `cpu` always do."""
+    import torch
+
+    if not device.startswith("cuda"):
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(device.partition(":")[2] or 0) >= count:
+        raise TargetError(
+            f"target.device is {device}, and torch {torch.__version__} finds {count} GPUs here; set target.device=auto "
+            "or cpu, give each worker a GPU (cluster.gpus_per_worker), or install a torch built for CUDA"
+        )
+
+
 def require_whole_weights(folder: Path) -> None:
     """Raises TargetError for a safetensors file that is missing, cut short or otherwise unreadable; reads headers."""
     from safetensors import SafetensorError, safe_open

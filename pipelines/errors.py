@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+from cluster.lasting import LASTING_NUMBERS
+
 OWN_PACKAGES = ("dspark", "storage", "cluster", "pipelines")
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
 
 
@@ -50,10 +51,12 @@ def cannot_write(error: BaseException, directory: str) -> str | None:
     """
     filename = getattr(error, "filename", None)
     place = os.fsdecode(filename) if isinstance(filename, str | bytes) else ""
-    numbers = NO_ROOM + (NOT_ALLOWED if place and _is_below(place, directory) else ())
+    numbers = LASTING_NUMBERS + (NOT_ALLOWED if place and _is_below(place, directory) else ())
     for number in numbers:
         reason = os.strerror(number)
-        if (isinstance(error, OSError) and error.errno == number) or (number in NO_ROOM and reason in str(error)):
+        if (isinstance(error, OSError) and error.errno == number) or (
+            number in LASTING_NUMBERS and reason in str(error)
+        ):
             at = f" (at {place})" if place else ""
             return (
                 f"run.directory: {directory} cannot be written: {reason}{at}; mend that, and the same command goes on "

@@ -43,6 +43,7 @@ def stages_left(run: Run, wanted: Sequence[str]) -> list[str]:
 
 def check_workers(settings: Settings, stages: Sequence[str]) -> None:
     """Raises for a drafter that the target cannot have, an attention it lacks, and machines without room or GPU."""
+    from dspark.target_checks import require_device
     from pipelines.target_facts import examine_target
     from pipelines.training.task import drafter_config
 
@@ -58,7 +59,7 @@ def check_workers(settings: Settings, stages: Sequence[str]) -> None:
     if own or not settings.target.attention.startswith("flash"):
         _require_attention(settings, facts)
     if own:
-        _require_device(settings.target.device)
+        require_device(settings.target.device)
         require_room(settings, stages, [_this_machine(settings)])
 
 
@@ -117,19 +118,6 @@ def _this_machine(settings: Settings) -> dict[str, float]:
     cluster = settings.cluster
     gpus = torch.cuda.device_count() if cluster.num_gpus is None else cluster.num_gpus
     return {"CPU": cluster.num_cpus or os.cpu_count() or 1, "GPU": gpus}
-
-
-def _require_device(device: str) -> None:
-    import torch
-
-    if not device.startswith("cuda"):
-        return
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(device.partition(":")[2] or 0) >= count:
-        raise UserError(
-            f"target.device is {device}, and torch {torch.__version__} finds {count} GPUs on this machine; set "
-            "target.device=auto or cpu, or install a torch built for CUDA"
-        )
 
 
 def _require_attention(settings: Settings, facts: TargetFacts) -> None:

@@ -67,12 +67,16 @@ def published_parts(folder: Path) -> dict[str, Any]:
 
 def _require_same_target(settings: Settings, folder: Path) -> None:
     """The stages compare the whole contract; this catches the common mistake before any work."""
+    from pipelines.target_facts import examine_target
+
     path = folder / "contract.json"
     if not path.is_file():
         return
-    name = json.loads(path.read_text())["target_name"]
-    if name != settings.target.model:
+    theirs = json.loads(path.read_text())
+    if theirs["target_name"] == settings.target.model:
+        return
+    if theirs.get("weights_sha256") != examine_target(settings).hashes["weights_sha256"]:
         raise UserError(
-            f"the drafter in {folder} is for the target {name!r}, but target.model is {settings.target.model!r}; a "
-            "drafter can only be refitted for its own target"
+            f"the drafter in {folder} is for the target {theirs['target_name']!r}, and target.model "
+            f"{settings.target.model!r} has other weights; a drafter can only be refitted for its own target"
         )

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 
-from storage.filesystems import TEMPORARY_SUFFIX, Folder, StorageFull, sync_folder, temporary_name
+from storage.filesystems import TEMPORARY_SUFFIX, Folder, full_disk_named, sync_folder, temporary_name
 from storage.records import CacheCorrupt, seal, unseal
 
 COMPLETE, TENSORS, STATE = "COMPLETE.json", "tensors.safetensors", "state.json"
@@ -80,21 +80,17 @@ def save_checkpoint(
     root.mkdir(parents=True, exist_ok=True)
     folder = root / temporary_name(checkpoint_name(step))
     try:
-        folder.mkdir()
-        shared = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        save_file(shared, folder / TENSORS)
-        (folder / STATE).write_text(json.dumps(dict(state), sort_keys=True, indent=1, allow_nan=False))
-        (folder / TENSORS).chmod((folder / STATE).stat().st_mode)  # safetensors leaves it to its owner alone
-        for name, value in (objects or {}).items():
-            torch.save(value, folder / f"{name}.pt")
-        return adopt_folder(root, step, folder, metric=metric, better=better, keep_last=keep_last, keep_best=keep_best)
-    except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        if error.errno in (28, 122):
-            raise StorageFull(
-                f"no space left for checkpoint {checkpoint_name(step)} in {root}: free some space"
-            ) from error
-        raise
+        with full_disk_named(str(root / checkpoint_name(step))):
+            folder.mkdir()
+            shared = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+            save_file(shared, folder / TENSORS)
+            (folder / STATE).write_text(json.dumps(dict(state), sort_keys=True, indent=1, allow_nan=False))
+            (folder / TENSORS).chmod((folder / STATE).stat().st_mode)  # safetensors leaves it to its owner alone
+            for name, value in (objects or {}).items():
+                torch.save(value, folder / f"{name}.pt")
+            return adopt_folder(
+                root, step, folder, metric=metric, better=better, keep_last=keep_last, keep_best=keep_best
+            )
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -37,7 +37,7 @@ def variant(drafter: str, policy: str) -> str:
 
 
 def rank(pair: tuple[str, float]) -> tuple[int, str, float]:
-    """Order of the variants: DSpark, without its sequential head, others, plain decoding; then by temperature."""
+    """Order of the variants: the drafter, without its sequential head, others, plain decoding; then by temperature."""
     return {MAIN: 0, "no-sequential-head": 2, "one-slot": 7, PLAIN: 9}.get(pair[0], 5), pair[0], float(pair[1])
 
 

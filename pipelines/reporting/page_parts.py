@@ -9,7 +9,7 @@ from typing import Any
 # Points that rest on fewer rounds or predictions are drawn hollow.
 FEW = 20
 NAMES = {
-    "dspark": "DSpark",
+    "dspark": "this drafter",
     "no-sequential-head": "without sequential head",
     "one-slot": "first slot alone",
     "plain": "plain decoding",

@@ -140,7 +140,7 @@ def _clock_note(rows: Sequence[Mapping[str, Any]]) -> str:
     parts = []
     shares = [row["draft_share"] for row in rows if row["drafter"] == "dspark" and row["draft_share"] is not None]
     if shares:
-        parts.append(f"DSpark spends {percent(shares[0])} of a round on drafting.")
+        parts.append(f"This drafter spends {percent(shares[0])} of a round on drafting.")
     batched = sorted({row["max_rows"] for row in rows if row["max_rows"]})
     if batched:
         parts.append(f"Up to {' and '.join(map(str, batched))} answers were decoded together.")
@@ -164,7 +164,7 @@ def positions(report: Mapping[str, Any]) -> str:
         own = [row for row in here if row["drafter"] == "dspark" and row["domain"] != "all"]
         lines = [_slot_line(row, "Conditional acceptance", row["domain"], *_domain_look(domains, row)) for row in own]
         if lines:
-            by_domain.append(_slot_panel(f"DSpark by domain, temperature {temperature:g}", lines, slots))
+            by_domain.append(_slot_panel(f"This drafter by domain, temperature {temperature:g}", lines, slots))
     keys = "".join(key(*_domain_look(domains, {"domain": domain}), domain) for domain in domains)
     return (
         "<p>Conditional acceptance says how good a slot is in itself; survival says how often a draft gets that far. "

@@ -151,7 +151,7 @@ def flags(report: Mapping[str, Any]) -> list[dict[str, str]]:
 def _text_flags(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     drafted = [entry for entry in report["outputs"] if entry["drafter"] == "dspark"]
-    # Where DSpark was run, its texts stand for all: they are the target's own, whoever drafts.
+    # Where the drafter was run, its texts stand for all: they are the target's own, whoever drafts.
     for entry in drafted or report["outputs"]:
         total = entry["completions"]
         where = f"of {total} outputs of {entry['drafter']} at temperature {entry['temperature']:g}"

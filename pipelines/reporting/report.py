@@ -144,7 +144,7 @@ def _outputs(completions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _equality(completions: Sequence[Mapping[str, Any]], gap_tolerance: float) -> dict[str, Any] | None:
-    """DSpark against plain decoding at temperature 0; None when one of them was not run."""
+    """The drafter against plain decoding at temperature 0; None when one of them was not run."""
     greedy = [row for row in completions if row["temperature"] == 0 and row["policy"] in figures.USUAL_POLICIES]
     drafted = [row for row in greedy if row["drafter"] == "dspark"]
     plain = [row for row in greedy if row["drafter"] == "plain"]

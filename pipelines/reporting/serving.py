@@ -15,11 +15,11 @@ import pyarrow.compute as pc
 from dspark.calibration import Floats, survival
 from dspark.cost_table import StepCosts
 from dspark.scheduling import LengthPolicy, StaticLength, policy_named
-from dspark.serving import LoadPoint, Recording, load_point, replay
+from dspark.serving import Recording, load_point, replay
 from pipelines.reporting.calibrations import SlotCalibration
 from pipelines.reporting.events import columns
+from pipelines.reporting.figures import MAIN
 
-MAIN = "dspark"
 WITHOUT_CONFIDENCE = ("none", "one-slot", "static", "full")
 WITH_CONFIDENCE = ("threshold", "scheduler", "two-steps-behind")
 MOST_ROUNDS = 1500  # recorded rounds that the page computes with
@@ -47,7 +47,7 @@ def length_policy(name: str, costs: StepCosts, *, static_length: int, threshold:
 
 
 def recording_of(events: pa.Table, temperature: float, calibration: SlotCalibration | None) -> Recording | None:
-    """The fully verified rounds of DSpark at this decoding temperature; None when there are none."""
+    """The fully verified rounds of the drafter at this decoding temperature; None when there are none."""
     own = events.filter(
         pc.and_(
             pc.and_(pc.equal(events["drafter"], MAIN), pc.equal(events["policy"], "full")),
@@ -159,6 +159,3 @@ def conditional(chances: Floats) -> Floats:
     """Survival [R, G] back to each slot's own confidence [R, G]."""
     before = np.concatenate([np.ones((len(chances), 1)), chances[:, :-1]], axis=1)
     return np.asarray(np.divide(chances, before, out=np.zeros_like(chances), where=before > 0))
-
-
-__all__ = ["LoadPoint", "length_policy", "measured_points", "policies_of", "recording_of", "serving", "split_of"]

@@ -37,9 +37,7 @@ if TYPE_CHECKING:
 
 DIRECTIONS = "directions.safetensors"
 
-WINDOW_BATCHES = (
-    4  # batches of like length are made from so many budgets of consecutive rows; these wait for each other
-)
+WINDOW_BATCHES = 4  # budgets of consecutive rows that batches of like length are made from
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
                     rows=wanted.rows,
                 )
     records = decode_all(plan, units, wanted.workers, reporter)
-    served = measure_serving(plan, prompts, has_confidence(settings), reporter)
+    served = measure_serving(plan, prompts, settings.drafter.has_confidence_head, reporter)
     timings = _add_up(records)
     skipped = {name: why for record in records for name, why in record["skipped"].items()}
     folder.write(TIMINGS, json.dumps({"timings": timings, "skipped": skipped}, indent=1).encode())
@@ -117,11 +117,6 @@ def decodings(settings: Settings, temperature: float) -> list[tuple[str, str]]:
     if wanted.one_slot:
         found.append((ONE_SLOT, FULL))
     return found + [(name, FULL) for name in wanted.baselines]
-
-
-def has_confidence(settings: Settings) -> bool:
-    """Whether this run's drafter says how far it can be trusted."""
-    return settings.drafter.has_confidence_head
 
 
 def _add_up(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

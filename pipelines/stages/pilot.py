@@ -23,7 +23,7 @@ from pipelines.plan import spread
 from pipelines.settings import Settings, settings_from_dict
 from pipelines.stages.build_cache import build, count_directions, plan_cache
 from pipelines.stages.capture import DIRECTIONS, CaptureWorker, Conversation
-from pipelines.stages.train import HOW_AND_NOT_WHAT, count_steps, train_on, weights_identity
+from pipelines.stages.train import HOW_AND_NOT_WHAT, count_steps, require_shared_folder, train_on, weights_identity
 from pipelines.stages.workers import on_pool, session
 from pipelines.target_facts import examine_target
 from storage.filesystems import Folder
@@ -54,7 +54,7 @@ def pilot_settings(settings: Settings, algorithm: str) -> Settings:
             drafter["num_draft_layers"] = 1
         if drafter["initial_weights"] not in ("random", "target"):
             drafter["initial_weights"] = "target"
-    train |= {"held_out_rows": 0, "epochs": pilot.epochs or settings.train.epochs}
+    train |= {"held_out_rows": 0, "publish": "last", "epochs": pilot.epochs or settings.train.epochs}
     train["global_batch_size"] = min(pilot.global_batch_size, settings.train.global_batch_size)
     train["max_steps"] = pilot.max_steps or settings.train.max_steps
     return settings_from_dict(values)
@@ -92,6 +92,12 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
     if automatic:
         fields["automatic"] = {"codecs": automatic, "bound": cache.acceptance_bound, "temperature": cache.temperature}
     return fields
+
+
+def check(settings: Settings) -> None:
+    """Raises UserError for a place where a pilot cannot be trained."""
+    if settings.cache.trains_pilot:
+        require_shared_folder(settings)
 
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:

@@ -69,18 +69,22 @@ def check(settings: Settings) -> None:
     """Raises UserError for a drafter that this target cannot have, and for a place where training cannot write."""
     from pipelines.training.task import drafter_config, engine_settings
 
-    if "://" in settings.run.directory:
-        raise UserError(
-            f"run.directory is {settings.run.directory}: training and the stages after it need a folder on this "
-            "machine or on a file system that the cluster shares. An object store can hold what `dspark regenerate` "
-            "and `dspark cache` make"
-        )
-
+    require_shared_folder(settings)
     try:
         engine_settings(settings).require_known_keys()
     except ValueError as error:
         raise UserError(f"train.deepspeed: {error}") from error
     drafter_config(settings, examine_target(settings))
+
+
+def require_shared_folder(settings: Settings) -> None:
+    """Raises UserError for a run on an object store, where a training cannot keep its checkpoints."""
+    if "://" in settings.run.directory:
+        raise UserError(
+            f"run.directory is {settings.run.directory}: training (a pilot's too) and the stages after it need a "
+            "folder on this machine or on a file system that the cluster shares. An object store can hold what "
+            "`dspark regenerate` and `dspark cache` make"
+        )
 
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:

@@ -20,31 +20,20 @@ Unit = TypeVar("Unit")
 def open_target(settings: Settings, facts: TargetFacts) -> Target:
     """The target as this run reads it: local folder, capture layers, dtype and device of the settings."""
     import torch
-    from safetensors import SafetensorError
 
     from dspark.target import Target
     from pipelines.target_facts import local_folder
 
     torch.set_num_threads(settings.cluster.threads_per_worker or settings.cluster.cpus_per_worker)
-    wanted, folder = settings.target, local_folder(facts)
-    if torch.device(wanted.device).type == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            f"target.device is {wanted.device}, and torch {torch.__version__} finds no GPU for this worker; set "
-            "target.device=cpu, or cluster.gpus_per_worker to at least 1 and a torch built for CUDA"
-        )
-    try:
-        return Target.open(
-            folder,
-            dtype=wanted.dtype,
-            device=wanted.device,
-            target_layer_ids=facts.target_layer_ids,
-            attn_implementation=wanted.attention,
-            trust_remote_code=wanted.trust_remote_code,
-        )
-    except SafetensorError as error:
-        raise UserError(
-            f"target.model: a *.safetensors file in {folder} is damaged or cut off ({error}); fetch the model again"
-        ) from error
+    wanted = settings.target
+    return Target.open(
+        local_folder(facts),
+        dtype=wanted.dtype,
+        device=wanted.device,
+        target_layer_ids=facts.target_layer_ids,
+        attn_implementation=wanted.attention,
+        trust_remote_code=wanted.trust_remote_code,
+    )
 
 
 @contextmanager

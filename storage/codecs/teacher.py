@@ -15,6 +15,7 @@ the top stand: a full sum would need the head a second time, and it is their mas
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -68,8 +69,9 @@ class _TopCorrected(Codec):
         self.coarse = Transform(width=width, settings=self._coarse_settings(self.settings), tensors=self.tensors)
 
     @classmethod
+    @abstractmethod
     def _coarse_settings(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError
+        """Settings of the Transform that keeps the coarse states."""
 
     def encode(self, values: torch.Tensor, *, first: bool = False) -> bytes:
         """The coarse states alone, [R, d]."""

@@ -106,7 +106,7 @@ def toy_run(folder: Path, target: Path, *words: str) -> Settings:
         ("drafter.draft_vocab_size=100000", "draft_vocab_size is 100000; allowed: 1 to"),
         ("cluster.cpus_per_worker=4", r"a worker wants cluster\.cpus_per_worker=4 CPUs .*there: 2 CPUs"),
         ("cluster.gpus_per_worker=1", r"cluster\.gpus_per_worker=1 GPUs, and no machine has them"),
-        ("target.device=cuda", r"target\.device is cuda, and torch .* finds 0 GPUs on this machine"),
+        ("target.device=cuda", r"target\.device is cuda, and torch .* finds 0 GPUs here"),
         ("target.attention=flash_attention_2", r"flash-attn is not installed here; .* target\.attention=sdpa"),
     ],
 )

@@ -74,6 +74,12 @@ def test_a_projected_cache_is_made_and_trained_from(folder: Path, toy_folder: Pa
     assert {outcome.state for outcome in again.values()} == {"skipped"}
 
 
+def test_a_pilot_holds_nothing_out_and_has_no_best(folder: Path, toy_folder: Path) -> None:
+    settings = settings_for(folder, toy_folder, cache=PROJECTED, train={"publish": "best", "held_out_rows": 2})
+    train = pilot_settings(settings, "dspark").train
+    assert (train.publish, train.held_out_rows) == ("last", 0)
+
+
 def test_another_pilot_is_another_cache(folder: Path, toy_folder: Path) -> None:
     settings = settings_for(folder, toy_folder, cache=PROJECTED, pilot={**PILOT, "prior": 0.5})
     with pytest.raises(UserError, match="prior"):

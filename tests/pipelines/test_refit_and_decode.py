@@ -1,6 +1,7 @@
 """A refit takes its parts from what was published; a single answer shows what was drafted."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from dspark.config import DrafterConfig
 from dspark.drafter import save_drafter
 from dspark.starting_weights import build_drafter
-from dspark.target import Target
+from dspark.target import Target, hash_weights
 from pipelines.decode import Answer, Piece, decode_one
 from pipelines.errors import UserError
 from pipelines.refit import refit_settings
@@ -59,8 +60,19 @@ def test_refits_that_cannot_work_are_refused(published: Path, toy_folder: Path, 
         refit_settings(config, [], None)
     with pytest.raises(UserError, match="not a published drafter"):
         refit_settings(config, [], str(tmp_path))
-    with pytest.raises(UserError, match="is for the target"):
-        refit_settings(config_file(tmp_path, "other/model"), [], str(published))
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(toy_folder, elsewhere)
+    with pytest.raises(UserError, match="has other weights"):
+        refit_settings(config_file(tmp_path, elsewhere), [], str(published))
+
+
+def test_the_same_target_may_lie_elsewhere(published: Path, toy_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(published, tmp_path / "published")
+    shutil.copytree(toy_folder, tmp_path / "elsewhere")
+    contract = {"target_name": "some/toy", "weights_sha256": hash_weights(toy_folder)}
+    (tmp_path / "published" / "contract.json").write_text(json.dumps(contract))
+    settings = refit_settings(config_file(tmp_path, tmp_path / "elsewhere"), [], str(tmp_path / "published"))
+    assert settings.evaluate.baselines == {"baseline": str(tmp_path / "published")}
 
 
 def test_one_answer_shows_its_rounds(published: Path, toy_folder: Path, tmp_path: Path) -> None:

@@ -7,12 +7,13 @@ import pytest
 
 from pipelines.errors import UserError
 from pipelines.settings import Settings, settings_from_dict
-from pipelines.stages.train import check
+from pipelines.stages import pilot, train
 from pipelines.submission import job_command
 
 
-def settings(directory: str, **cluster: str) -> Settings:
-    return settings_from_dict({"run": {"directory": directory}, "target": {"model": "m"}, "cluster": cluster})
+def settings(directory: str, codec: str = "bf16", **cluster: str) -> Settings:
+    values = {"run": {"directory": directory}, "target": {"model": "m"}, "cluster": cluster}
+    return settings_from_dict({**values, "cache": {"features_codec": codec}})
 
 
 def test_the_job_runs_the_same_settings_in_an_absolute_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,4 +47,7 @@ def test_a_config_outside_the_working_directory_is_refused(tmp_path: Path) -> No
 
 def test_training_into_an_object_store_is_refused_before_anything_starts() -> None:
     with pytest.raises(UserError, match=r"s3://bucket/run: .* need a folder"):
-        check(settings("s3://bucket/run"))
+        train.check(settings("s3://bucket/run"))
+    with pytest.raises(UserError, match=r"s3://bucket/run: training \(a pilot's too\) .* need a folder"):
+        pilot.check(settings("s3://bucket/run", codec="projected"))
+    pilot.check(settings("s3://bucket/run", codec="transform"))

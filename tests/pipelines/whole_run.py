@@ -35,7 +35,7 @@ def write_config(folder: Path, target: Path) -> Path:
     values = {
         "extends": str(ROOT / "configs" / "tiny.yaml"),
         "run": {"directory": str(folder / "run")},
-        "target": {"model": str(target)},
+        "target": {"model": str(target), "device": "auto"},
         "data": {
             **{split: [{"source": str(folder / f"{split}.jsonl")}] for split in PROMPTS},
             "min_supervised_tokens": 1,
