@@ -24,8 +24,12 @@ def model_card(
     gates: Mapping[str, Any],
     *,
     license: str | None,
+    shifted: bool = False,
 ) -> str:
-    """README.md with YAML front matter. Figures come from the report; without one the card says so."""
+    """README.md with YAML front matter. Figures come from the report; without one the card says so.
+
+    shifted: the report's confidences were read with a shift a slot as well, which no engine does.
+    """
     front = _front_matter(contract, license, report)
     lines = ["---", yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip(), "---", "", f"# {name}", ""]
     kind = {"dspark": "A DSpark", "dflash": "A DFlash", "eagle3": "An EAGLE-3"}[config.algorithm]
@@ -58,6 +62,12 @@ def model_card(
             f"The confidence head's logit of each slot is divided by its temperature: {shown} "
             "(`temperatures.json`; `sglang_temperatures.json` is the same table as SGLang reads it).",
         ]
+        if shifted:
+            lines += [
+                "",
+                "The calibrated figures of the report use a shift a slot as well (`affine` in `temperatures.json`), which "
+                "no engine reads: what these temperatures alone reach stands beside them, among other calibrations.",
+            ]
     lines += [
         "",
         "## Files",

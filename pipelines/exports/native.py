@@ -129,7 +129,16 @@ def _write(publication: Publication, staging: Path) -> dict[str, Any]:
         (staging / "report.json").write_text(json.dumps(p.report, indent=1, ensure_ascii=False))
     if p.provenance:
         (staging / "provenance.json").write_text(json.dumps(p.provenance, indent=2, default=str) + "\n")
-    card = model_card(p.name, drafter.config, p.contract.to_dict(), temperatures, p.report, results, license=p.license)
+    card = model_card(
+        p.name,
+        drafter.config,
+        p.contract.to_dict(),
+        temperatures,
+        p.report,
+        results,
+        license=p.license,
+        shifted=(p.calibration or {}).get("method") == "affine",
+    )
     (staging / "README.md").write_text(card)
     return results
 

@@ -71,6 +71,14 @@ def test_bfloat16_on_request(vanilla: Publication, tmp_path: Path) -> None:
     assert vanilla.drafter.dtype == torch.float32
 
 
+def test_the_card_says_which_figures_engines_do_not_reach(vanilla: Publication, tmp_path: Path) -> None:
+    publish_native(vanilla, tmp_path / "scaled")
+    assert "no engine reads" not in (tmp_path / "scaled" / "README.md").read_text()
+    affine = {**vanilla.calibration, "method": "affine"}
+    publish_native(dataclasses.replace(vanilla, calibration=affine), tmp_path / "shifted")
+    assert "no engine reads" in (tmp_path / "shifted" / "README.md").read_text()
+
+
 def test_untied_targets_tell_llama_cpp(vanilla: Publication, tmp_path: Path) -> None:
     tied = torch.equal(vanilla.target.embed_tokens.weight, vanilla.target.lm_head.weight)
     publish_native(vanilla, tmp_path / "published")
