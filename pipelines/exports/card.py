@@ -65,7 +65,7 @@ def model_card(
         if shifted:
             lines += [
                 "",
-                "The calibrated figures of the report use a shift a slot as well (`affine` in `temperatures.json`), which "
+                "The report's calibrated figures use a shift a slot too (`affine` in `temperatures.json`), which "
                 "no engine reads: what these temperatures alone reach stands beside them, among other calibrations.",
             ]
     lines += [
