@@ -7,8 +7,8 @@
 3. With `--cost`, measure what steps cost against tokens in the verification batch, and drafts against rows.
 4. Print a table; answers are greedy and of equal length, so every way does the same work.
 
-    python benchmarks/decoding.py TARGET [--drafter FOLDER] [--rows 1,16] [--prompts 16] [--new-tokens 64] [--threads 2]
-                                  [--alone 4] [--transformers] [--cost] [--output FILE.json]
+    python benchmarks/decoding.py TARGET [--drafter FOLDER] [--rows 1,16] [--prompts 16] [--questions FILE.jsonl]
+                                  [--new-tokens 64] [--threads 2] [--alone 4] [--transformers] [--cost] [--output FILE]
 """
 
 from __future__ import annotations
@@ -38,15 +38,21 @@ QUESTIONS = (
 )
 
 
-def requests_of(target: Target, prompts: int, new_tokens: int) -> list[Request]:
-    """Chats of a few questions, each told apart by a number; stop tokens are off so that lengths are equal."""
+def requests_of(target: Target, options: argparse.Namespace) -> list[Request]:
+    """Chats of one question each; stop tokens are off so that lengths are equal."""
+    if options.questions is None:
+        texts = [f"{QUESTIONS[i % len(QUESTIONS)]} (Answer number {i}.)" for i in range(options.prompts)]
+    else:
+        rows = [json.loads(line) for line in options.questions.read_text().splitlines()[: options.prompts]]
+        texts = [row["turns"][0] if "turns" in row else row["conversations"][0]["content"] for row in rows]
     made = []
-    for index in range(prompts):
-        text = f"{QUESTIONS[index % len(QUESTIONS)]} (Answer number {index}.)"
+    for index, text in enumerate(texts):
         rendered = target.tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
         )
-        made.append(Request(request_id=str(index), prompt_ids=list(rendered), max_new_tokens=new_tokens, seed=index))
+        made.append(
+            Request(request_id=str(index), prompt_ids=list(rendered), max_new_tokens=options.new_tokens, seed=index)
+        )
     return made
 
 
@@ -102,7 +108,7 @@ def by_transformers(target: Target, requests: list[Request], **options: Any) -> 
 
 def measure(options: argparse.Namespace, target: Target, drafter: Any) -> dict[str, Any]:
     """Every way, one after the other; the rows of the printed table and what follows from them."""
-    requests = requests_of(target, options.prompts, options.new_tokens)
+    requests = requests_of(target, options)
     # One short run first: allocations and thread pools are not what is measured.
     list(Decoder(target, drafter).generate([replace(request, max_new_tokens=2) for request in requests[:2]]))
     print("| way | seconds | tokens | tokens/s | |\n| --- | ---: | ---: | ---: | --- |")
@@ -136,6 +142,7 @@ def main() -> None:
     parser.add_argument("--drafter")
     parser.add_argument("--rows", default="1,16")
     parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--questions", type=Path, help="prompts such as a run's conversations/evaluation.jsonl")
     parser.add_argument("--alone", type=int, default=4, help="prompts that are answered one row at a time")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)

@@ -242,6 +242,8 @@ class Bench:
     def bare_steps(self) -> Iterator[tuple[float, float, int, float]]:
         import torch
 
+        from cluster.engine import release_freed_memory
+
         self.module.take_head()
         optimizer = torch.optim.AdamW(self.parameters(), **OPTIMIZER)
         for number in range(self.plan.total_steps):
@@ -253,6 +255,8 @@ class Bench:
                 part.backward()
                 loss += part.item()
                 supervised += int(sums["slots"])
+                del part
+                release_freed_memory()
             norm = torch.nn.utils.clip_grad_norm_(self.parameters(), CLIP)
             optimizer.step()
             optimizer.zero_grad()

@@ -7,6 +7,7 @@ micro-batches makes a step, and ranks may have different numbers of them, none i
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
@@ -102,6 +103,9 @@ class TrainEngine:
                 loss = self._nothing() if loss is None else loss + self._nothing()
             # DeepSpeed divides by the number of ranks; the sum over micro-batches is as it is.
             self.deepspeed.backward(loss * self.world_size, scale_wrt_gas=False)
+            del loss
+            if self.device.type == "cpu":
+                release_freed_memory()
         before = self.deepspeed.skipped_steps
         self.deepspeed.step()
         norm = self.deepspeed.get_global_grad_norm()
@@ -203,6 +207,17 @@ def build_engine(
         dist_init_required=False,
     )
     return TrainEngine(engine, module, settings, total_steps)
+
+
+def release_freed_memory() -> None:
+    """Give freed pages back to the system, where the C library can.
+
+    Packs differ in size, so that the activations of one leave holes that do not fit those of the next: without this, a
+    process that trains on a CPU grows by a third.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _import_deepspeed() -> Any:

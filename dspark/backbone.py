@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers.activations import ACT2FN
 
 from dspark.config import DrafterConfig
@@ -119,7 +120,30 @@ class GatedMLP(nn.Module):
         self.activation: Any = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if torch.compiler.is_compiling():  # which decides by itself what to compute again
+            return self.down_proj(self.activation(gate) * up)
+        return self.down_proj(_GatedProduct.apply(gate, up, self.activation))
+
+
+class _GatedProduct(torch.autograd.Function):
+    """activation(gate) * up; the activation is computed again in the backward pass instead of being kept."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return activation(gate) * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate, up = ctx.saved_tensors
+        with torch.enable_grad():
+            gate = gate.detach().requires_grad_()
+            activated = ctx.activation(gate)
+        (grad_gate,) = torch.autograd.grad(activated, gate, grad * up)
+        return grad_gate, grad * activated.detach(), None
 
 
 class DraftLayer(nn.Module):
