@@ -5,7 +5,7 @@ object store it is written to a local temporary file first, and uploaded when it
 with an error is tried again with growing pauses; the error that remains names the file and how often it was tried.
 
 Credentials come from the environment as the stores' own tools read them. `AWS_ENDPOINT_URL`, or the query of the URL
-(`s3://bucket/path?endpoint_override=host:port&scheme=http`), leads to another S3-compatible server.
+(`s3://bucket/path?endpoint_override=host:port&scheme=http`; the same for `gs://`), leads to another server.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 TEMPORARY_SUFFIX = ".writing"
+GCS_RETRY_SECONDS = 30  # of one attempt within Google's client, whose own default is a quarter of an hour
 ATTEMPTS, PAUSE = 5, 0.2  # of a request to an object store; seconds before the second one, doubled for each further
 CHUNK = 8 << 20  # bytes read or written at a time
 
@@ -44,7 +45,7 @@ class Folder:
         self.url = os.fspath(url)
         if "://" in self.url:
             try:
-                self._fs, self._path = pafs.FileSystem.from_uri(self.url)
+                self._fs, self._path = pafs.FileSystem.from_uri(_with_short_retries(self.url))
             except (pa.ArrowInvalid, OSError) as error:  # no such scheme; no such bucket, or no way to its store
                 shown = f"cannot open {_without_secrets(self.url)!r}: {_without_secrets(str(error))}"
                 raise ValueError(f"{shown}; expected a local path, s3://... or gs://...") from error
@@ -142,16 +143,22 @@ class Folder:
                 place += len(piece)
                 yield piece
 
-    def _patiently(self, name: str, request: Callable[[], Result]) -> Result:
-        """The request's result, tried again if this is an object store."""
+    def _patiently(
+        self,
+        name: str,
+        request: Callable[[], Result],
+        lasting: tuple[type[OSError], ...] = (FileNotFoundError, PermissionError),
+    ) -> Result:
+        """The request's result, tried again if this is an object store, except after an error that is `lasting`."""
         if self.is_local:
             return request()
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return request()
-            except (FileNotFoundError, PermissionError):
-                raise
-            except OSError as error:
+            except lasting as error:
+                reason = _without_secrets(str(error))
+                raise type(error)(error.errno, f"{self.describe(name)}: {reason}") from error
+            except (OSError, pa.ArrowInvalid) as error:  # the latter is what a store says of a broken-off upload
                 if attempt == ATTEMPTS:
                     reason = _without_secrets(str(error))
                     raise OSError(f"{self.describe(name)}: no success in {ATTEMPTS} attempts: {reason}") from error
@@ -193,7 +200,8 @@ class Folder:
             yield spool
             spool.flush()
             size = spool.tell()
-            self._patiently(name, lambda: self._upload(name, spool.name))
+            # Half an upload may be forgotten by the store: "not found" is then no last word.
+            self._patiently(name, lambda: self._upload(name, spool.name), lasting=(PermissionError,))
         if self.size(name) != size:
             raise OSError(f"{self.describe(name)}: {self.size(name)} bytes arrived of {size}; start again")
 
@@ -290,6 +298,13 @@ def _exactly(stream: pa.NativeFile, size: int) -> bytes:
     if len(data) != size:
         raise OSError(f"{len(data)} bytes came of {size}")
     return data
+
+
+def _with_short_retries(url: str) -> str:
+    """A `gs://` URL whose requests give up in time for our own attempts, unless it says when."""
+    if not url.startswith(("gs://", "gcs://")) or "retry_limit_seconds=" in url:
+        return url
+    return f"{url}{'&' if '?' in url else '?'}retry_limit_seconds={GCS_RETRY_SECONDS}"
 
 
 def _without_secrets(text: str) -> str:

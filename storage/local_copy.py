@@ -58,19 +58,19 @@ class LocalCopy:
         temporary = place.with_name(temporary_name(place.name))
         try:
             with full_disk_named(str(place)), open(temporary, "xb") as file:
-                with self._lock("room"):
-                    self._make_room(record["bytes"])
-                    os.truncate(temporary, record["bytes"])  # counts as taken from here on
+                self._reserve(temporary, record["bytes"])
                 for attempt in range(ATTEMPTS):
                     if attempt:
                         time.sleep(self.pause * 2 ** (attempt - 1))
                     if self._copy(name, file) == record["sha256"]:
-                        os.replace(temporary, place)
+                        with self._lock("room"):  # who counts what is taken finds it under one name or the other
+                            os.replace(temporary, place)
                         return
         except FileNotFoundError as error:
             raise CacheCorrupt(f"{self.remote.describe(name)} is missing; verify the cache") from error
         finally:
-            temporary.unlink(missing_ok=True)
+            with self._lock("room"):
+                temporary.unlink(missing_ok=True)
         raise CacheCorrupt(f"{self.remote.describe(name)}: its SHA-256 is not the committed one, {ATTEMPTS} times")
 
     def _copy(self, name: str, file: IO[bytes]) -> str:
@@ -92,23 +92,18 @@ class LocalCopy:
         except FileNotFoundError:
             return False
 
-    def _make_room(self, needed: int) -> None:
-        """Remove the longest unused shards until `needed` bytes fit."""
+    def _reserve(self, temporary: Path, needed: int) -> None:
+        """Let the file count as `needed` bytes, once there is room; removes the longest unused shards for it."""
         if self.max_bytes is not None and needed > self.max_bytes:
             raise StorageFull(
                 f"a shard of {needed:,} bytes does not fit into a local copy of {self.max_bytes:,}: raise the limit"
             )
         while True:
-            shards = {path: path.stat() for path in self.local.local_path("shards").iterdir() if path.exists()}
-            used = sum(stat.st_size for stat in shards.values())
-            for path in sorted(shards, key=lambda path: shards[path].st_mtime):
+            with self._lock("room"):
+                used = self._make_room(needed)
                 if self._fits(used, needed):
+                    os.truncate(temporary, needed)
                     return
-                if not path.name.startswith("."):
-                    path.unlink(missing_ok=True)
-                    used -= shards[path].st_size
-            if self._fits(used, needed):
-                return
             if not used:
                 break
             time.sleep(WAIT)  # what is left are shards that others are fetching
@@ -116,6 +111,26 @@ class LocalCopy:
             f"no room for a shard of {needed:,} bytes in {self.local}: free some space, or give the local copy another "
             "folder"
         )
+
+    def _make_room(self, needed: int) -> int:
+        """Remove the longest unused shards until `needed` bytes fit, or none is left; the bytes that are still used."""
+        shards = self._shards()
+        used = sum(stat.st_size for stat in shards.values())
+        for path in sorted(shards, key=lambda path: shards[path].st_mtime):
+            if self._fits(used, needed):
+                break
+            if not path.name.startswith("."):
+                path.unlink(missing_ok=True)
+                used -= shards[path].st_size
+        return used
+
+    def _shards(self) -> dict[Path, os.stat_result]:
+        """What is there, shards that are being fetched included."""
+        found = {}
+        for path in self.local.local_path("shards").iterdir():
+            with suppress(FileNotFoundError):  # what a dead process left, and a new one removes
+                found[path] = path.stat()
+        return found
 
     def _fits(self, used: int, needed: int) -> bool:
         if self.max_bytes is not None:

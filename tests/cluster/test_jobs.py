@@ -91,7 +91,7 @@ def test_a_head_does_not_outlive_a_killed_owner():
     below = [head, *head.children(recursive=True)]
     owner.kill()
     owner.wait()
-    _, alive = psutil.wait_procs(below, timeout=30)
+    _, alive = psutil.wait_procs(below, timeout=120)
     shutil.rmtree(folder)
     assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
 

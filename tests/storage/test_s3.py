@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cache_builders import SAMPLES, build, make_plan
-from s3_server import CREDENTIALS, FaultyProxy, make_bucket, s3_server
+from object_stores import CREDENTIALS, FaultyProxy, make_bucket, s3_server
 
 from storage import filesystems
 from storage.filesystems import Folder

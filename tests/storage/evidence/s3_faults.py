@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from cache_builders import SAMPLES, build, make_plan, make_row
 from common import parser, record
-from s3_server import CREDENTIALS, FaultyProxy, make_bucket, s3_server
+from object_stores import CREDENTIALS, FaultyProxy, make_bucket, s3_server
 
 from storage import filesystems
 from storage.filesystems import Folder

@@ -1,4 +1,4 @@
-"""An S3-compatible server on loopback in a process of its own, and before it a proxy that answers some requests badly.
+"""Object stores on loopback, each in a process of its own, and before them a proxy that answers some requests badly.
 
 The proxy draws each answer's fate from a seed: passed on, an error 500 or 503, a connection cut before or in the middle
 of the answer, or a delay.
@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "test",
@@ -25,7 +26,7 @@ CREDENTIALS = {
     "AWS_EC2_METADATA_DISABLED": "true",
 }
 FAULTS = ("500", "503", "cut before", "cut inside", "late")
-SERVE = """
+SERVE_S3 = """
 import sys
 from moto.server import ThreadedMotoServer
 import logging; logging.getLogger("werkzeug").disabled = True
@@ -34,14 +35,39 @@ server.start()
 print(server.get_host_and_port()[1], flush=True)
 sys.stdin.read()
 """
+# The proxy stands beside the emulator: pyarrow's client of this store holds the interpreter while it waits.
+SERVE_GCS = """
+import sys
+sys.path.insert(0, {folder!r})
+from gcp_storage_emulator.server import create_server
+from object_stores import FaultyProxy
+server = create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
+server.start()
+proxy = FaultyProxy(server._api._httpd.server_address[1], rate={rate}, seed={seed}, faults={faults!r})
+print(proxy.port, flush=True)
+sys.stdin.read()
+proxy.close()
+server.stop()
+"""
+
+
+def s3_server() -> contextlib.AbstractContextManager[int]:
+    """The port of an empty S3-compatible store; the process ends with the block."""
+    return _served(SERVE_S3)
+
+
+def gcs_server(
+    *, rate: float = 0.0, seed: int = 0, faults: Sequence[str] = FAULTS
+) -> contextlib.AbstractContextManager[int]:
+    """The same for an emulator of Google Cloud Storage behind a faulty proxy, with an empty bucket `bucket`."""
+    return _served(SERVE_GCS.format(folder=str(Path(__file__).parent), rate=rate, seed=seed, faults=tuple(faults)))
 
 
 @contextlib.contextmanager
-def s3_server() -> Iterator[int]:
-    """The port of an empty store; the process ends with the block."""
+def _served(program: str) -> Iterator[int]:
     environment = {**os.environ, **CREDENTIALS}
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -65,7 +91,7 @@ def make_bucket(port: int, name: str) -> None:
 class FaultyProxy:
     """Passes requests on to a store; a share of `rate` of them, drawn from `seed`, ends badly. `counts` says how."""
 
-    def __init__(self, store_port: int, *, rate: float, seed: int) -> None:
+    def __init__(self, store_port: int, *, rate: float, seed: int, faults: Sequence[str] = FAULTS) -> None:
         self.rate, self.counts = rate, Counter[str]()
         generator, lock = random.Random(seed), threading.Lock()
         proxy = self
@@ -76,7 +102,7 @@ class FaultyProxy:
             def answer(self) -> None:
                 with lock:
                     bad = generator.random() < proxy.rate
-                    fate = generator.choice(FAULTS) if bad else "passed"
+                    fate = generator.choice(faults) if bad else "passed"
                     share = generator.random()
                     proxy.counts[fate] += 1
                 body = self.read_body()
