@@ -34,8 +34,9 @@ format:
 types:
 	$(BIN)/mypy
 
+# Two at a time, a file in one process: much of the time goes by waiting for processes to start and to end.
 unit:
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=2 --dist=loadfile
 
 include tests/engines/engines.mk
 

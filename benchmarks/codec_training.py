@@ -189,7 +189,7 @@ class Experiment:
             torch.nn.utils.clip_grad_norm_(trained, settings.train.clip)
             optimizer.step()
         save_drafter(module.drafter, folder, self.facts.text_config)
-        return {"steps": steps, "seconds": round(time.perf_counter() - began, 1), "training": metrics_of(sums)}
+        return {"steps": steps, "seconds": round(time.perf_counter() - began, 1), "training": metrics_of(sums) if sums else {}}
 
     def held_out(self) -> TargetCache:
         """The target's own answers to the held-out prompts with their exact states."""
