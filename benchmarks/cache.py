@@ -101,7 +101,8 @@ class Bench:
             finish=TargetTail(self.target),
         )
         sample = [(row.features.float(), True) for row in self.fitting]
-        self.directions, _ = reader_directions([self.drafter.fc.weight.detach()], sample, 2 * self.hidden)
+        projection, shares = reader_directions([self.drafter.fc.weight.detach()], sample, 2 * self.hidden)
+        self.directions = {"projection": projection, "shares": shares}
         self.long_row = torch.cat([row.features[1:] for row in self.judged])[:ROW].contiguous()
 
     def _conversations(self, count: int) -> list[Conversation]:
@@ -141,7 +142,7 @@ class Bench:
         tensors, settings = None, dict(options)
         if name == "projected":
             settings["directions"] = round(settings.pop("width") * self.hidden)
-            tensors = {"projection": self.directions}
+            tensors = self.directions
         return fit_codec(
             CodecSpec(name=name, settings=settings),
             [(row.features, True) for row in self.fitting],

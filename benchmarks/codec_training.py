@@ -115,13 +115,12 @@ class Experiment:
         assert isinstance(row.features, torch.Tensor)
         return TeacherRow(features=row.features, last=row.last, positions=stored.teacher_positions.numpy())
 
-    def code(self, name: str, arm: Arm, rows: Sequence[int], projection: torch.Tensor | None) -> TargetCache:
+    def code(self, name: str, arm: Arm, rows: Sequence[int], tensors: dict[str, torch.Tensor] | None) -> TargetCache:
         """The exact cache's rows as a cache of the arm."""
         root, layers, width = self.work / "caches" / name, len(self.facts.target_layer_ids), self.facts.hidden_size
         if (root / "COMPLETE.json").exists():
             return TargetCache.open(root)
         fitting = rows[:: max(1, len(rows) // FIT_ROWS)]
-        tensors = None if projection is None else {"projection": projection}
         features = CodecSpec(name=arm.features, settings=arm.features_options)
         teacher = CodecSpec(name=arm.teacher, settings=arm.teacher_options)
         plan = CachePlan(
@@ -131,7 +130,7 @@ class Experiment:
             samples=[(self.exact.sample_ids[index], int(self.exact.lengths[index])) for index in rows],
             features=features,
             teacher=teacher,
-            inputs={"exact": self.exact.identity, "directions": None if projection is None else len(projection)},
+            inputs={"exact": self.exact.identity, "directions": None if tensors is None else len(tensors["projection"])},
         )
         codecs = Codecs(
             features=fit_codec(
@@ -313,11 +312,12 @@ class Experiment:
         return found
 
 
-def directions(experiment: Experiment, pilot: Path, rows: Sequence[int], count: int) -> torch.Tensor:
-    """The leading directions of a trained pilot's context projection."""
+def directions(experiment: Experiment, pilot: Path, rows: Sequence[int], count: int) -> dict[str, torch.Tensor]:
+    """The leading directions of a trained pilot's context projection, and their shares."""
     weight = load_drafter(pilot).fc.weight.detach()
     sample = [(experiment.exact.row(index).features.float(), True) for index in rows]
-    return reader_directions([weight], sample, count)[0]
+    projection, shares = reader_directions([weight], sample, count)
+    return {"projection": projection, "shares": shares}
 
 
 def compare(ours: dict[str, Any], exact: dict[str, Any], figure: str) -> dict[str, Any]:
@@ -372,10 +372,10 @@ def main() -> None:
             if options.limit is not None and made_now >= options.limit:
                 raise SystemExit(3)
             made_now += 1
-            arm, projection = ARMS[name], None
+            arm, found = ARMS[name], None
             if arm.width is not None:
-                projection = directions(experiment, pilot, tenth, round(arm.width * experiment.facts.hidden_size))
-            cache = experiment.code(name, arm, every, projection)
+                found = directions(experiment, pilot, tenth, round(arm.width * experiment.facts.hidden_size))
+            cache = experiment.code(name, arm, every, found)
             folder = options.work / "drafters" / key
             made = experiment.train(cache, seed, options.steps, folder)
             info = cache.info()

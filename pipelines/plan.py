@@ -232,7 +232,8 @@ class SampleCodecs:
         sample = [(row.features.flatten(1), True) for row in taken]
         tensors: dict[str, torch.Tensor] | None = None
         if spec.name == "projected":
-            tensors = {"projection": reader_directions([], sample, spec.settings["directions"])[0]}
+            projection, shares = reader_directions([], sample, spec.settings["directions"])
+            tensors = {"projection": projection, "shares": shares}
         return fit_codec(spec, sample, width=self.layers * self.hidden, layers=self.layers, tensors=tensors)
 
     def measure_all(self, rows: Sequence[CacheRow]) -> list[dict[str, Any]]:

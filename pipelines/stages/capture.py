@@ -169,7 +169,7 @@ class CaptureWorker:
         tensors = None
         if plan.features.name == "projected":
             assert unit.directions is not None
-            tensors = {"projection": read_directions(unit.directions)}
+            tensors = read_directions(unit.directions)
         teacher = plan.teacher
         assert teacher is not None
         return Codecs(
@@ -222,11 +222,11 @@ def teacher_row(row: CacheRow) -> TeacherRow:
     return TeacherRow(features=as_tensor(row.features).cpu(), last=as_tensor(row.last).cpu(), positions=positions)
 
 
-def read_directions(folder: str) -> torch.Tensor:
-    """[K, W], what a pilot's drafters look at, strongest first."""
+def read_directions(folder: str) -> dict[str, torch.Tensor]:
+    """What a pilot's drafters look at, strongest first: `projection` [K, W] and the `shares` [K] of each direction."""
     from safetensors.torch import load
 
-    return load(Folder(folder).read(DIRECTIONS))["projection"]
+    return load(Folder(folder).read(DIRECTIONS))
 
 
 def _own(states: torch.Tensor) -> torch.Tensor:

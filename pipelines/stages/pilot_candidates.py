@@ -83,15 +83,15 @@ def _teachers(worker: PilotWorker, rows: Sequence[TeacherRow]) -> Any:
 def _features(
     worker: PilotWorker, fitting: Sequence[TeacherRow], judged: Sequence[TeacherRow], judge: FeatureJudge
 ) -> Any:
-    projection = read_directions(worker.root)
+    directions = read_directions(worker.root)
     layers, hidden = len(worker.target.layer_ids), worker.target.hidden_size
-    for spec in feature_candidates(hidden, len(projection)):
+    for spec in feature_candidates(hidden, len(directions["projection"])):
         codec = fit_codec(
             spec,
             [(row.features, True) for row in fitting],
             width=layers * hidden,
             layers=layers,
-            tensors={"projection": projection} if spec.name == "projected" else None,
+            tensors=directions if spec.name == "projected" else None,
         )
         size = measure(codec, [(row.features, True) for row in judged], layers=layers)["bytes_per_token"]
         yield _entry(spec, size, judge.error(codec))

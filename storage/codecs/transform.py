@@ -168,10 +168,16 @@ class Transform(Quantised):
 
 
 class Projected(Quantised):
-    """Coordinates P x for a given `projection` P [C, W]; steps of `step` standard deviations of each coordinate."""
+    """Coordinates P x for a given `projection` P [C, W], strongest first, and the `shares` [C] of what is read of the
+    states that each carries (equal if they are not given).
+
+    The step of coordinate c is `step` * (s_d / s_c) ** `focus` of its standard deviations, s_d the share of the d-th
+    coordinate (d hidden size). With a focus of 1/2 all coordinates leave the same error in what is read, which is the
+    least error for the bits that it takes (reverse water-filling); with 0 each is kept alike, read or not.
+    """
 
     name = "projected"
-    defaults: ClassVar[dict[str, Any]] = {"step": 0.5, "level": 1, "directions": None}
+    defaults: ClassVar[dict[str, Any]] = {"step": 0.5, "focus": 0.5, "level": 1, "directions": None}
 
     @classmethod
     def fit(
@@ -195,7 +201,11 @@ class Projected(Quantised):
         codec.tensors["forward"] = projection[:directions].contiguous()
         coordinates = gather(sample, codec)
         codec.tensors["inverse"] = _least_squares(gather(sample, _Identity(width=width)), coordinates)
-        codec.fit_steps(coordinates, codec.settings["step"] * coordinates.std(0, correction=0))
+        relative = torch.ones(directions)
+        if "shares" in tensors:
+            shares = tensors["shares"].float()[:directions].clamp_min(1e-12)
+            relative = (shares[min(directions, width // layers) - 1] / shares).pow(codec.settings["focus"])
+        codec.fit_steps(coordinates, codec.settings["step"] * relative * coordinates.std(0, correction=0))
         codec.fit_first_row(sample)
         return codec
 

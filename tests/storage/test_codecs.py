@@ -211,11 +211,23 @@ def test_directions_keep_what_readers_read() -> None:
     read = states @ reader.t()
     again = coordinates @ torch.linalg.lstsq(coordinates, read).solution
     assert (again - read).norm() < 1e-2 * read.norm()
-    centred = (states @ projection.t()) - (states @ projection.t()).mean(0)
-    covariance = centred.t() @ centred / len(centred)
+    centred = states - states.mean(0)
+    seen = centred.t() @ centred / len(centred)
+    trust = len(states) / (len(states) + WIDTH)
+    believed = trust * seen + (1 - trust) * torch.diag(seen.diagonal())
+    covariance = projection @ believed @ projection.t()
     scale = covariance.diagonal().mean()
     assert torch.allclose(covariance, scale * torch.eye(30), atol=0.02 * float(scale))
     assert (states @ projection.t()).abs().sum(1).mean() == pytest.approx(float(states.abs().sum(1).mean()), rel=1e-3)
+
+
+def test_what_few_rows_take_for_constant_is_not_amplified() -> None:
+    """Fewer rows than channels: the sample spans no more than 99 directions, other rows have as much in the others."""
+    few, others = sequences(count=1, length=100, seed=1), sequences(count=8, length=200, seed=2)
+    reader = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(6))
+    projection, _ = reader_directions([reader], few, WIDTH)
+    spread = (torch.cat([values[1:].float() for values, _ in others]) @ projection.t()).std(0)
+    assert spread.max() < 10 * spread.median()
 
 
 def test_several_readers_share_the_directions() -> None:
