@@ -130,7 +130,10 @@ class Experiment:
             samples=[(self.exact.sample_ids[index], int(self.exact.lengths[index])) for index in rows],
             features=features,
             teacher=teacher,
-            inputs={"exact": self.exact.identity, "directions": None if tensors is None else len(tensors["projection"])},
+            inputs={
+                "exact": self.exact.identity,
+                "directions": None if tensors is None else len(tensors["projection"]),
+            },
         )
         codecs = Codecs(
             features=fit_codec(
@@ -188,7 +191,11 @@ class Experiment:
             torch.nn.utils.clip_grad_norm_(trained, settings.train.clip)
             optimizer.step()
         save_drafter(module.drafter, folder, self.facts.text_config)
-        return {"steps": steps, "seconds": round(time.perf_counter() - began, 1), "training": metrics_of(sums) if sums else {}}
+        return {
+            "steps": steps,
+            "seconds": round(time.perf_counter() - began, 1),
+            "training": metrics_of(sums) if sums else {},
+        }
 
     def held_out(self) -> TargetCache:
         """The target's own answers to the held-out prompts with their exact states."""

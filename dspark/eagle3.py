@@ -9,8 +9,11 @@ slots, labels and visible context as every other drafter's block, so packs, loss
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dspark.attention import BlockLayout, Implementation
 from dspark.backbone import DraftAttention, GatedMLP, RMSNorm, Rotary, Rotation, initialise
@@ -60,6 +63,7 @@ class Eagle3Drafter(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config)
         self.attention: Implementation = "auto"
+        self.gradient_checkpointing = False  # keep only the steps' states, keys and values, and compute the rest again
         self.draft_token_ids: Tensor | None
         self.register_buffer("draft_token_ids", None, persistent=False)  # [Vd] ascending; None drafts all of V
         self.embed_tokens.requires_grad_(False)
@@ -115,25 +119,34 @@ class Eagle3Drafter(nn.Module):
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for step in range(batch.block_size):
-            rotation = self.rotary(batch.positions[last] + step, context.dtype)
-            joined = layer.joined(self.embed_tokens(batch.previous_ids[:, step]), state)
-            key, value = attention.keys_values(joined, rotation)
+
+            def run(
+                state: Tensor,
+                step: int = step,
+                keys: Sequence[Tensor] = tuple(keys),
+                values: Sequence[Tensor] = tuple(values),
+            ) -> tuple[Tensor, Tensor, Tensor]:
+                rotation = self.rotary(batch.positions[last] + step, context.dtype)
+                joined = layer.joined(self.embed_tokens(batch.previous_ids[:, step]), state)
+                key, value = attention.keys_values(joined, rotation)
+                layout = BlockLayout(
+                    sequence_starts=batch.sequence_starts,
+                    block_starts=batch.block_starts,
+                    block_sequence=batch.block_sequence,
+                    block_anchor=last,
+                    slots=1,
+                    own_keys=step + 1,
+                    implementation=self.attention,
+                )
+                query = attention.queries(joined, rotation)[:, None]
+                own = torch.stack([*keys, key], dim=1), torch.stack([*values, value], dim=1)
+                attended = layout.attend(query, context_kv, *own, attention.scale)
+                return layer.finish(state, attended[:, 0]), key, value
+
+            recomputing = self.gradient_checkpointing and torch.is_grad_enabled()
+            state, key, value = checkpoint(run, state, use_reentrant=False) if recomputing else run(state)
             keys.append(key)
             values.append(value)
-            layout = BlockLayout(
-                sequence_starts=batch.sequence_starts,
-                block_starts=batch.block_starts,
-                block_sequence=batch.block_sequence,
-                block_anchor=last,
-                slots=1,
-                own_keys=step + 1,
-                implementation=self.attention,
-            )
-            query = attention.queries(joined, rotation)[:, None]
-            attended = layout.attend(
-                query, context_kv, torch.stack(keys, dim=1), torch.stack(values, dim=1), attention.scale
-            )
-            state = layer.finish(state, attended[:, 0])
             states.append(state)
         return self.norm(torch.stack(states, dim=1))
 

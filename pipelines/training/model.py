@@ -109,8 +109,6 @@ def speed_up(drafter: Drafter, settings: TrainSettings) -> None:
     own. Parameter names stay.
     """
     if settings.gradient_checkpointing:
-        if not hasattr(drafter, "gradient_checkpointing"):
-            raise ValueError(f"train.gradient_checkpointing is not there for a {drafter.config.algorithm} drafter")
         drafter.gradient_checkpointing = True
     if settings.compile:
         for name, part in drafter.layers.named_modules():

@@ -8,9 +8,9 @@ reads all channels alike:
 
     M = sum_i F_i^T F_i / tr(F_i S F_i^T)  +  prior * diag(1 / diag S) / W.
 
-The prior also orders what is kept beyond the rank of the pilots' projections. S is the sample's covariance, shrunk towards
-its diagonal by W / (W + R), as if R rows had been seen after W of uncorrelated channels: few rows know little of what
-varies little, and what they take for constant would be amplified without bound.
+The prior also orders what is kept beyond the rank of the pilots' projections. S is the sample's covariance, shrunk
+towards its diagonal by W / (W + R), as if R rows had been seen after W of uncorrelated channels: few rows know little
+of what varies little, and what they take for constant would be amplified without bound.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def reader_directions(
     """P [C, W] and the share of the readers' variance that each of its coordinates carries [C], strongest first.
 
     `projections`: F_i [d, W] of trained pilots, on the device that does the work; `sample`: sequences of states [R, W],
-    read several times, first tokens left out of all statistics. Coordinates P x are uncorrelated, of one variance (as far
-    as the sample knows), and together about as large in absolute value as the states, so that a learning rate keeps its meaning.
+    read several times, first tokens left out of all statistics. Coordinates P x are uncorrelated, of one variance (as
+    far as the sample knows), and together about as large in absolute value as the states.
 
     Raises ValueError for a count outside 1..W.
     """

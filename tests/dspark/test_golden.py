@@ -116,8 +116,10 @@ def eagle_case(golden: Path) -> tuple[Any, Any, dict[str, Any], PackedBatch]:
     return drafter, drafter.config, case, packed(every, drafter.block_size)
 
 
-def test_eagle3_unrolled_steps(golden: Path) -> None:
+@pytest.mark.parametrize("recomputing", [False, True])
+def test_eagle3_unrolled_steps(golden: Path, recomputing: bool) -> None:
     drafter, config, case, batch = eagle_case(golden)
+    drafter.gradient_checkpointing = recomputing
     rows, length = case["input_ids"].shape
     lengths = case["attention_mask"].sum(1)
     states = drafter.block_states(batch).unflatten(0, (rows, length - 1))  # [B, t, step, d]
