@@ -52,7 +52,13 @@ def report(
 
 def accepted_lengths_text(evaluated: dict[str, Any]) -> str:
     """The accepted lengths that an evaluation left, one a line."""
-    lines = [f"  {name:<58} {value:.2f}" for name, value in evaluated["accepted_length"].items() if value is not None]
+    from pipelines.reporting.page_parts import name_of
+
+    lines = []
+    for place, value in evaluated["accepted_length"].items():
+        drafter, comma, rest = place.partition(",")
+        if value is not None:
+            lines.append(f"  {name_of(drafter) + comma + rest:<58} {value:.2f}")
     return "\n".join(["Accepted length (draft tokens kept in a round, plus the target's own token):", *lines])
 
 
