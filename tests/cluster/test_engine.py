@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
+from cluster.engine import release_freed_memory
 from cluster.engine_settings import DeepSpeedSettings
 from cluster.schedule import learning_rate_factor
 from cluster.train_group import run_group
@@ -100,3 +103,19 @@ def test_overrides_of_the_deepspeed_json_are_merged_key_by_key() -> None:
     assert config["zero_optimization"] == {**plain["zero_optimization"], "reduce_bucket_size": 1000}
     assert config == {**plain, **config, "wall_clock_breakdown": True}
     assert plain["zero_optimization"]["stage"] == config["zero_optimization"]["stage"] == 2
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="the C library gives nothing back on request")
+def test_freed_pages_go_back_once_they_are_many():
+    def resident() -> int:
+        return psutil.Process().memory_info().rss
+
+    blocks = [bytes(65_536) + bytes([index % 256]) for index in range(3_000)]
+    kept = blocks[::10]  # what lies between two kept ones is no end of the heap that goes back by itself
+    blocks.clear()
+    before = resident()
+    release_freed_memory(beyond=2**40)
+    assert resident() > before - 2**25
+    release_freed_memory(beyond=-(2**40))
+    assert resident() < before - 2**26
+    assert len(kept) == 300
