@@ -36,7 +36,7 @@ types:
 
 # Two at a time, a file in one process: much of the time goes by waiting for processes to start and to end.
 unit:
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=2 --dist=loadfile
 
 include tests/engines/engines.mk
 
