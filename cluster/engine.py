@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 MicroBatch = TypeVar("MicroBatch")
-PAGES_OF_CODE = 2**28  # bytes of a process with torch that malloc does not know of, about
+UNTRACKED_BYTES = 2**28  # of a process with torch that malloc does not know of, about
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +243,7 @@ def release_freed_memory(beyond: int = 2**29) -> None:
     info = library.mallinfo2()
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    if resident - info.uordblks - info.hblkhd > beyond + PAGES_OF_CODE:
+    if resident - info.uordblks - info.hblkhd > beyond + UNTRACKED_BYTES:
         library.malloc_trim(0)
 
 

@@ -19,6 +19,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pytest
+from cache_builders import SAMPLES, build, make_plan
+
+from storage.filesystems import Folder
+from storage.target_cache import TargetCache
+
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "test",
     "AWS_SECRET_ACCESS_KEY": "test-secret",
@@ -179,3 +185,31 @@ class FaultyProxy:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+def check_build_and_reading(url: str, folder: Path) -> None:
+    """A cache built at `url` has the files of one built locally, and is read and verified through a small local copy."""
+    plan = make_plan("int8")
+    build(folder / "local", plan)
+    build(url, plan)
+    local, remote = Folder(folder / "local"), Folder(url)
+    assert remote.files() == local.files()
+    assert all(remote.read(name) == local.read(name) for name in local.files())
+    cache = TargetCache.open(url, local_copy=folder / "copy", local_copy_bytes=24_000)
+    assert [row.sample_id for row in cache.rows([5, 13, 0, 2, 9])] == [SAMPLES[i][0] for i in (5, 13, 0, 2, 9)]
+    assert cache.verify() == []
+
+
+def check_interrupted_writer(folder: Folder) -> None:
+    """What a writer began and did not end is no object, and what is not there is named."""
+
+    def broken() -> None:
+        with folder.writer("half") as stream:
+            stream.write(b"x" * 20_000_000)
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        broken()
+    assert folder.files() == {}
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        folder.read("nothing")

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cache_builders import SAMPLES, build, make_plan
-from object_stores import gcs_server
+from object_stores import check_build_and_reading, check_interrupted_writer, gcs_server
 
 from storage import filesystems
 from storage.filesystems import Folder
@@ -29,15 +28,7 @@ def url_of(port: int, name: str) -> str:
 def test_a_build_and_its_reading_go_through_faults(tmp_path: Path) -> None:
     # Without broken uploads: the emulator does not know how to go on with one.
     with gcs_server(rate=0.05, seed=5, faults=("500", "503", "late")) as port:
-        url, plan = url_of(port, "faulty"), make_plan("int8")
-        build(tmp_path / "local", plan)
-        build(url, plan)
-        local, remote = Folder(tmp_path / "local"), Folder(url)
-        assert remote.files() == local.files()
-        assert all(remote.read(name) == local.read(name) for name in local.files())
-        cache = TargetCache.open(url, local_copy=tmp_path / "copy", local_copy_bytes=24_000)
-        assert [row.sample_id for row in cache.rows([5, 13, 0, 2, 9])] == [SAMPLES[i][0] for i in (5, 13, 0, 2, 9)]
-        assert cache.verify() == []
+        check_build_and_reading(url_of(port, "faulty"), tmp_path)
 
 
 def test_a_store_that_never_answers_well_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,15 +42,4 @@ def test_a_store_that_never_answers_well_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_interrupted_writer_leaves_no_object(store: int) -> None:
-    folder = Folder(url_of(store, "interrupted"))
-
-    def broken() -> None:
-        with folder.writer("half") as stream:
-            stream.write(b"x" * 20_000_000)
-            raise RuntimeError("stop")
-
-    with pytest.raises(RuntimeError, match="stop"):
-        broken()
-    assert folder.files() == {}
-    with pytest.raises(FileNotFoundError, match="nothing"):
-        folder.read("nothing")
+    check_interrupted_writer(Folder(url_of(store, "interrupted")))

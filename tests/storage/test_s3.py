@@ -6,8 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cache_builders import SAMPLES, build, make_plan
-from object_stores import CREDENTIALS, FaultyProxy, make_bucket, s3_server
+from cache_builders import build
+from object_stores import (
+    CREDENTIALS,
+    FaultyProxy,
+    check_build_and_reading,
+    check_interrupted_writer,
+    make_bucket,
+    s3_server,
+)
 
 from storage import filesystems
 from storage.filesystems import Folder
@@ -36,15 +43,7 @@ def use(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
 def test_a_build_and_its_reading_go_through_faults(store: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proxy = FaultyProxy(store, rate=0.05, seed=11)
     use(monkeypatch, proxy.port)
-    plan = make_plan("int8")
-    build(tmp_path / "local", plan)
-    build("s3://bucket/faulty", plan)
-    local, remote = Folder(tmp_path / "local"), Folder("s3://bucket/faulty")
-    assert remote.files() == local.files()
-    assert all(remote.read(name) == local.read(name) for name in local.files())
-    cache = TargetCache.open("s3://bucket/faulty", local_copy=tmp_path / "copy", local_copy_bytes=24_000)
-    assert [row.sample_id for row in cache.rows([5, 13, 0, 2, 9])] == [SAMPLES[i][0] for i in (5, 13, 0, 2, 9)]
-    assert cache.verify() == []
+    check_build_and_reading("s3://bucket/faulty", tmp_path)
     assert proxy.faults >= 5
     proxy.close()
 
@@ -63,18 +62,7 @@ def test_a_store_that_never_answers_well_is_named(store: int, monkeypatch: pytes
 
 def test_an_interrupted_writer_leaves_no_object(store: int, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, store)
-    folder = Folder("s3://bucket/interrupted")
-
-    def broken() -> None:
-        with folder.writer("half") as stream:
-            stream.write(b"x" * 20_000_000)
-            raise RuntimeError("stop")
-
-    with pytest.raises(RuntimeError, match="stop"):
-        broken()
-    assert folder.files() == {}
-    with pytest.raises(FileNotFoundError, match="nothing"):
-        folder.read("nothing")
+    check_interrupted_writer(Folder("s3://bucket/interrupted"))
 
 
 def test_the_endpoint_may_stand_in_the_url(store: int, monkeypatch: pytest.MonkeyPatch) -> None:
