@@ -188,7 +188,7 @@ class FaultyProxy:
 
 
 def check_build_and_reading(url: str, folder: Path) -> None:
-    """A cache built at `url` has the files of one built locally, and is read and verified through a small local copy."""
+    """A cache built at `url` has the files of one built locally, and reads right through a small local copy."""
     plan = make_plan("int8")
     build(folder / "local", plan)
     build(url, plan)
