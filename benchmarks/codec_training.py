@@ -12,7 +12,8 @@ Steps:
 5. Write the differences to the exact arm, paired by prompt and seed, with bootstrap intervals, and for scale what the
    drafter reaches before training and with its features set to zero.
 
-An arm that is done is not done again, so the command goes on where it stopped.
+What is done is not done again, so the command goes on where it stopped; two of them with other --arms or --seeds may
+work side by side in one --work folder once the pilot is there, and the whole command then only sums up.
 
     python benchmarks/codec_training.py SETTINGS.yaml --output OUT.json --work FOLDER [--seeds 0 1 2] [--arms NAME ...]
         [--arm 'fine={"features": "projected", "width": 1.5, "features_options": {"step": 0.25}, "teacher": "bf16"}']
@@ -21,6 +22,7 @@ An arm that is done is not done again, so the command goes on where it stopped.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import sys
 from pathlib import Path
@@ -64,8 +66,8 @@ def main() -> None:
     )
     parser.add_argument("--arm", action="append", default=[], metavar="NAME=JSON", help="one more, by its fields")
     parser.add_argument("--rows", type=int, help="conversations to train on, spread evenly; default: all")
-    parser.add_argument("--steps", type=int, default=192)
-    parser.add_argument("--pilot-steps", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--pilot-steps", type=int, default=96)
     parser.add_argument("--limit", type=int, help="stop after so many drafters; the same command goes on")
     options = parser.parse_args()
     arms = ARMS | {name: Arm(**json.loads(fields)) for name, _, fields in (arm.partition("=") for arm in options.arm)}
@@ -121,16 +123,20 @@ def main() -> None:
 
 
 class Results:
-    """What is done already, in a file."""
+    """What is done already, in a file that several processes may add to."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
 
     def put(self, key: str, value: dict[str, Any]) -> None:
-        self.known[key] = value
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(self.known))
+        with open(f"{self._path}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if self._path.exists():
+                self.known = json.loads(self._path.read_text())
+            self.known[key] = value
+            self._path.write_text(json.dumps(self.known))
 
 
 def summary(known: dict[str, Any], options: argparse.Namespace, settings: Settings) -> dict[str, Any]:

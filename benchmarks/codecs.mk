@@ -8,7 +8,7 @@ codec-evidence: environment
 	$(BIN)/dspark regenerate $(CODEC_RUN)
 	$(BIN)/dspark cache $(CODEC_RUN)
 	$(BIN)/python benchmarks/codec_training.py $(CODEC_RUN) --work runs/codec-evidence/codecs \
-		--output docs/evidence/codec-training.json --rows 240 --steps 120 --pilot-steps 40
+		--output docs/evidence/codec-training.json
 
 codec-speeds: codec-evidence
 	$(BIN)/python benchmarks/cache.py $(CODEC_RUN) --pilot runs/codec-evidence/codecs/pilot \

@@ -115,15 +115,34 @@ def recode(
         str,
         typer.Option("--codecs-of", metavar="PATH", help="Both codecs as fitted for that cache, to merge both."),
     ] = "",
+    target: Annotated[
+        str,
+        typer.Option(
+            "--target", metavar="MODEL", help="The states' target, for --teacher corrected, sparse, recomputed."
+        ),
+    ] = "",
+    pilot: Annotated[
+        str,
+        typer.Option(
+            "--pilot", metavar="RUN", help="A run with a pilot (`dspark pilot CONFIG`), for projected features."
+        ),
+    ] = "",
     unit_tokens: UnitOption = None,
     max_bytes: MaxBytesOption = None,
     workers: WorkersOption = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Write a cache again with other codecs; what no codec is given for is copied bit by bit. Resumes."""
+    from pipelines.recoding import directions_of, parts_of
     from storage.rewriting import recode as recode_cache
+    from storage.target_cache import TargetCache
 
     features_codec, teacher_codec = _codec(features), _codec(teacher)
+    cache = TargetCache.open(cache_in(path))
+    parts = parts_of(cache, target, teacher_codec) if target and teacher_codec else None
+    directions = None
+    if pilot and features_codec:
+        features_codec, directions = directions_of(cache, pilot, features_codec)
     with _progress(f"recoding {path}", as_json) as on_unit:
         recode_cache(
             cache_in(path),
@@ -131,9 +150,11 @@ def recode(
             features=features_codec,
             teacher=teacher_codec,
             codecs_of=cache_in(codecs_of) if codecs_of else None,
+            target=parts,
+            directions=directions,
             unit_tokens=unit_tokens,
             max_bytes=max_bytes,
-            workers=workers,
+            workers=0 if parts else workers,
             on_unit=on_unit,
         )
     _print_made(new, as_json)

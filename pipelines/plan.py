@@ -216,19 +216,13 @@ class SampleCodecs:
         return CodecSpec(name=name or configured, settings=options)
 
     def fit(self, part: str, spec: CodecSpec, rows: Sequence[CacheRow]) -> Codec:
-        from dspark.target_tail import TargetTail
-        from pipelines.stages.capture import teacher_row
-        from storage.codecs import TargetParts, fit_codec, fit_teacher
+        from pipelines.stages.capture import target_parts, teacher_row
+        from storage.codecs import fit_codec, fit_teacher
         from storage.codecs.directions import reader_directions
 
         taken = [teacher_row(row) for row in rows]
         if part == "teacher":
-            target, finish = self._target, None
-            if spec.name == "recomputed":
-                finish = TargetTail(target)
-            head = target.lm_head.weight.detach()
-            parts = TargetParts(head=head, soft_cap=target.final_logit_softcapping, finish=finish)
-            return fit_teacher(spec, taken, width=self.hidden, target=parts)
+            return fit_teacher(spec, taken, width=self.hidden, target=target_parts(self._target, spec.name))
         sample = [(row.features.flatten(1), True) for row in taken]
         tensors: dict[str, torch.Tensor] | None = None
         if spec.name == "projected":

@@ -94,7 +94,7 @@ def _examine(wanted: TargetSettings, layers: tuple[int, ...] | None, mask: int |
     )
     from dspark.target_checks import require_decoder, require_whole_weights
 
-    name, path, revision = _locate(wanted)
+    name, path, revision = locate_target(wanted)
     remote = {"trust_remote_code": wanted.trust_remote_code, "revision": revision}
     if not Path(path, "config.json").is_file():
         raise UserError(
@@ -145,7 +145,7 @@ def local_folder(facts: TargetFacts) -> str:
     )
 
 
-def _locate(wanted: TargetSettings) -> tuple[str, str, str | None]:
+def locate_target(wanted: TargetSettings) -> tuple[str, str, str | None]:
     """(name, local folder, revision) of the target; a hub model is fetched at the commit that is then recorded."""
     folder = Path(wanted.model).expanduser()
     packaged = wanted.model.startswith(PACKAGE_PREFIX)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from hashlib import sha256
 from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from storage.codecs import Codec, CodecSpec, TargetParts, TeacherRow, fit_codec, fit_teacher
+from storage.codecs import Codec, CodecSpec, TargetParts, TeacherRow, codec_class, fit_codec, fit_teacher
 from storage.commits import Root, create_or_resume, finish, load_codecs, write_unit
 from storage.identity import differences
 from storage.plan import DEFAULT_UNIT_TOKENS, CachePlan, Codecs
@@ -80,6 +81,7 @@ def recode(
     teacher: CodecSpec | None = None,
     codecs_of: Root | None = None,
     target: TargetParts | None = None,
+    directions: Mapping[str, torch.Tensor] | None = None,
     unit_tokens: int | None = None,
     max_bytes: int | None = None,
     workers: int = 0,
@@ -89,6 +91,7 @@ def recode(
 
     A part for which no codec is given keeps its bytes. `codecs_of`: take both codecs, as fitted, from that cache, so
     that the two can be merged. `target` serves teacher codecs that ask for the target; it cannot go to `workers`.
+    `directions`: `projection` [K, W] and `shares` [K] of a pilot, for a projected codec.
 
     Raises:
         ValueError: nothing would change, or the source holds coordinates where states are needed.
@@ -118,19 +121,28 @@ def recode(
         raise ValueError(f"{cache.folder} keeps coordinates, and teacher codec 'recomputed' needs the captured states")
     if target is not None and workers:
         raise ValueError("a teacher codec that needs the target is encoded by this process: use workers = 0")
+    if target is None and teacher is not None and codec_class(teacher.name).teacher_only:
+        raise ValueError(
+            f"teacher codec {teacher.name!r} asks for the target that the states are of: give it too (--target)"
+        )
+    if directions is None and features is not None and features.name == "projected" and given is None:
+        raise ValueError("codec 'projected' keeps what a pilot drafter looks at: give it too (--pilot)")
     fields = cache.manifest["fields"]
+    inputs = {**fields["inputs"], "recoded_from": cache.identity}
+    if directions is not None:
+        inputs["directions"] = sha256(directions["projection"].numpy().tobytes()).hexdigest()
     old = {part: CodecSpec(**fields[part]) if fields[part] else None for part in ("features", "teacher")}
     plan = _plan_from(
         [cache],
         features=features or old["features"],
         teacher=teacher or old["teacher"],
-        inputs={**fields["inputs"], "recoded_from": cache.identity},
+        inputs=inputs,
         unit_tokens=unit_tokens or fields["unit_tokens"],
         max_bytes=max_bytes,
     )
 
     def codecs() -> Codecs:
-        fresh = given or _fit(cache, features, teacher, target)
+        fresh = given or _fit(cache, features, teacher, target, directions)
         return Codecs(
             features=fresh.features if features else cache.codecs.features,
             teacher=fresh.teacher if teacher else cache.codecs.teacher,
@@ -164,7 +176,11 @@ def _teacher_row(row: StoredRow) -> TeacherRow:
 
 
 def _fit(
-    cache: TargetCache, features: CodecSpec | None, teacher: CodecSpec | None, target: TargetParts | None
+    cache: TargetCache,
+    features: CodecSpec | None,
+    teacher: CodecSpec | None,
+    target: TargetParts | None,
+    directions: Mapping[str, torch.Tensor] | None,
 ) -> Codecs:
     """New codecs, fitted on rows spread over the cache, up to FIT_TOKENS tokens."""
     fields = cache.manifest["fields"]
@@ -174,7 +190,7 @@ def _fit(
     of_features: Codec = cache.codecs.features
     if features is not None:
         sample = [(row.features, True) for row in rows]
-        of_features = fit_codec(features, sample, width=layers * hidden, layers=layers)
+        of_features = fit_codec(features, sample, width=layers * hidden, layers=layers, tensors=directions)
     of_teacher = cache.codecs.teacher
     if teacher is not None:
         of_teacher = fit_teacher(teacher, [_teacher_row(row) for row in rows], width=hidden, target=target)

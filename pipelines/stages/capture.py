@@ -33,7 +33,7 @@ from storage.target_cache import (
 if TYPE_CHECKING:
     import torch
 
-    from dspark.target_tail import TargetTail
+    from dspark.target import Target
 
 DIRECTIONS = "directions.safetensors"
 
@@ -87,7 +87,6 @@ class CaptureWorker:
         self.target = open_target(settings, facts)
         self.target.check_head()
         self._codecs: Codecs | None = None
-        self._tail: TargetTail | None = None
 
     def run(self, unit: CaptureUnit | FitUnit) -> dict[str, Any]:
         if isinstance(unit, FitUnit):
@@ -111,12 +110,7 @@ class CaptureWorker:
 
     def parts_for(self, teacher_codec: str) -> TargetParts:
         """What a codec of the teacher asks of the target."""
-        from dspark.target_tail import TargetTail
-
-        if self._tail is None and teacher_codec == "recomputed":
-            self._tail = TargetTail(self.target)
-        head = self.target.lm_head.weight.detach()
-        return TargetParts(head=head, soft_cap=self.target.final_logit_softcapping, finish=self._tail)
+        return target_parts(self.target, teacher_codec)
 
     def _encoded(self, rows: Sequence[Conversation]) -> Iterator[dict[str, Any]]:
         """Rows as the shard's columns, in their order."""
@@ -210,6 +204,17 @@ class CaptureWorker:
             stored = finished(row.teacher, row.teacher_positions.numpy(), parts)
             found[sample_id] = float(total_variation(exact, stored, parts, whole_tail=False).mean())
         return found
+
+
+def target_parts(target: Target, teacher_codec: str) -> TargetParts:
+    """What a codec of the teacher asks of the target.
+
+    Raises TargetError when the teacher is to be recomputed and the target's upper layers do not run alone.
+    """
+    from dspark.target_tail import TargetTail
+
+    finish = TargetTail(target) if teacher_codec == "recomputed" else None
+    return TargetParts(head=target.lm_head.weight.detach(), soft_cap=target.final_logit_softcapping, finish=finish)
 
 
 def teacher_row(row: CacheRow) -> TeacherRow:

@@ -26,6 +26,7 @@ __all__ = [
     "TargetParts",
     "TeacherRow",
     "as_tensor",
+    "codec_class",
     "dump_codec",
     "finished",
     "fit_codec",

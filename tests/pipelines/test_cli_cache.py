@@ -6,26 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from whole_run import dspark
 
-from pipelines import cli
 from storage.target_cache import TargetCache
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 REFERENCE = str(GOLDEN / "deepspec_target_cache_v2")
 
 
-def run(*arguments: str) -> int:
-    try:
-        cli.main(arguments)
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
-
-
 @pytest.fixture
 def imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
     root = str(tmp_path / "imported")
-    assert run("cache", "import-deepspec", REFERENCE, root, "--all-positions", "--workers", "0") == 0
+    assert dspark("cache", "import-deepspec", REFERENCE, root, "--all-positions", "--workers", "0") == 0
     capsys.readouterr()
     return root
 
@@ -41,35 +33,35 @@ def test_import_is_bit_exact(imported: str) -> None:
 
 
 def test_info_scales_up(imported: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("cache", "info", imported, "--tokens", "1.2e9", "--json") == 0
+    assert dspark("cache", "info", imported, "--tokens", "1.2e9", "--json") == 0
     info = json.loads(capsys.readouterr().out)
     assert info["rows"] == 7
     assert info["terabytes_at_corpus"] == pytest.approx(info["bytes_per_token"]["all"] * 1.2e9 / 1e12, abs=1e-3)
-    assert run("cache", "info", imported, "--tokens", "many") == 2
+    assert dspark("cache", "info", imported, "--tokens", "many") == 2
     assert "--tokens 'many' is not a count" in capsys.readouterr().err
 
 
 def test_recode_verify_and_sample(imported: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new = str(tmp_path / "small")
-    assert run("cache", "recode", imported, new, "--features", "transform:step=0.5", "--workers", "0") == 0
-    assert run("cache", "verify", new) == 0
+    assert dspark("cache", "recode", imported, new, "--features", "transform:step=0.5", "--workers", "0") == 0
+    assert dspark("cache", "verify", new) == 0
     assert "nothing wrong" in capsys.readouterr().out
     cache = TargetCache.open(new)
     assert cache.codecs.features.settings["step"] == 0.5
-    assert run("cache", "sample", new, "--rows", "2", "--json") == 0
+    assert dspark("cache", "sample", new, "--rows", "2", "--json") == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["sample_id"] for row in rows] == ["0", "3"]
     stored = cache.row(3, dtype=torch.float32)
     assert rows[1]["features"]["shape"] == list(stored.features.shape)
     assert rows[1]["features"]["largest"] == pytest.approx(float(stored.features[1:].abs().max()), abs=1e-3)
-    assert run("cache", "sample", new, "--id", "nobody") == 2
+    assert dspark("cache", "sample", new, "--id", "nobody") == 2
     assert "no row of" in capsys.readouterr().err
 
 
 def test_the_text_of_a_row_shows_what_is_supervised(
     imported: str, toy_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("cache", "sample", imported, "--target", str(toy_folder), "--json") == 0
+    assert dspark("cache", "sample", imported, "--target", str(toy_folder), "--json") == 0
     for row in json.loads(capsys.readouterr().out):
         assert row["text"].count("[[") == len(row["supervised_spans"])
 
@@ -79,21 +71,21 @@ def test_damage_is_listed_and_exits_with_1(imported: str, capsys: pytest.Capture
         path = Path(imported, name)
         data = path.read_bytes()
         path.write_bytes(data[:-30] + bytes([data[-30] ^ 1]) + data[-29:])
-        assert run("cache", "verify", imported) == 1
+        assert dspark("cache", "verify", imported) == 1
         assert name in capsys.readouterr().out
         path.write_bytes(data)
 
 
 def test_merge_joins_two_imports(imported: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("cache", "merge", imported, str(tmp_path / "whole")) == 2
+    assert dspark("cache", "merge", imported, str(tmp_path / "whole")) == 2
     assert "name two caches at least" in capsys.readouterr().err
-    assert run("cache", "merge", imported, imported, str(tmp_path / "whole")) == 2
+    assert dspark("cache", "merge", imported, imported, str(tmp_path / "whole")) == 2
     assert "sample '0' is in" in capsys.readouterr().err
 
 
 def test_a_wrong_codec_is_explained(imported: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new = str(tmp_path / "new")
-    assert run("cache", "recode", imported, new, "--features", "zip") == 2
+    assert dspark("cache", "recode", imported, new, "--features", "zip") == 2
     assert "no codec is named 'zip'; choose one of bf16" in capsys.readouterr().err
-    assert run("cache", "recode", imported, new, "--features", "int8:steps=3") == 2
+    assert dspark("cache", "recode", imported, new, "--features", "int8:steps=3") == 2
     assert "'steps=3' is not a setting of 'int8'; it has group" in capsys.readouterr().err

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
-from whole_run import write_config
+from safetensors.torch import load_file, save_file
+from whole_run import dspark, write_config
 
 from pipelines.errors import UserError
 from pipelines.progress import Reporter
@@ -72,6 +73,31 @@ def test_a_projected_cache_is_made_and_trained_from(folder: Path, toy_folder: Pa
     assert rank <= 48
     again = run(settings, ["regenerate", *CACHE, "train"])
     assert {outcome.state for outcome in again.values()} == {"skipped"}
+
+
+def test_an_exact_cache_is_recoded_as_the_pilot_found(
+    folder: Path, toy_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The states that the pilot saw, coded anew as the cache of the run above."""
+    settings = settings_for(folder, toy_folder, cache=PROJECTED, pilot=PILOT)
+    done, new = settings.run.directory, str(tmp_path / "new")
+    command = ["cache", "recode", f"{done}/pilot/cache", new, "--features", "projected:directions=48"]
+    assert dspark(*command, "--teacher", "corrected") == 2
+    assert "give it too (--target)" in capsys.readouterr().err
+    assert dspark(*command, "--pilot", done, "--teacher", "corrected", "--target", str(toy_folder)) == 0
+    ours, theirs = TargetCache.open(new), TargetCache.open(f"{done}/cache")
+    assert torch.equal(ours.projection, theirs.projection)  # type: ignore[arg-type]
+    row = ours.row(0)
+    other = theirs.row(theirs.sample_ids.index(row.sample_id))
+    assert torch.nn.functional.cosine_similarity(row.features, other.features, dim=1).min() > 0.9
+    assert row.teacher is not None
+    assert row.teacher.top_ids is not None
+    stranger = tmp_path / "stranger"
+    shutil.copytree(toy_folder, stranger)
+    weights = load_file(stranger / "model.safetensors")
+    save_file({name: tensor * 1.01 for name, tensor in weights.items()}, stranger / "model.safetensors")
+    assert dspark(*command[:4], "--teacher", "corrected", "--target", str(stranger)) == 2
+    assert "are not those that" in capsys.readouterr().err
 
 
 def test_a_pilot_holds_nothing_out_and_has_no_best(folder: Path, toy_folder: Path) -> None:

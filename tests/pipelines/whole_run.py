@@ -19,6 +19,7 @@ import psutil
 import pyarrow.parquet as pq
 import yaml
 
+from pipelines import cli
 from storage.target_cache import TargetCache
 
 ROOT = Path(__file__).parents[2]
@@ -27,9 +28,9 @@ AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 PROMPTS = {"train": 8, "calibration": 3, "evaluation": 3}
 
 
-def write_config(folder: Path, target: Path) -> Path:
+def write_config(folder: Path, target: Path, prompts: dict[str, int] = PROMPTS, cache_workers: int = 1) -> Path:
     """Prompts of three splits and a settings file for the toy target, cut into many small work units."""
-    for split, count in PROMPTS.items():
+    for split, count in prompts.items():
         rows = ({"id": f"{split}-{i}", "domain": "ab"[i % 2], "turns": [f"{split} {i}?"]} for i in range(count))
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {
@@ -41,7 +42,7 @@ def write_config(folder: Path, target: Path) -> Path:
             "min_supervised_tokens": 1,
         },
         "regenerate": {"temperature": 1.0, "rows": 2, "unit_rows": 2},
-        "cache": {"unit_tokens": 64},
+        "cache": {"unit_tokens": 64, "workers": cache_workers},
         "drafter": {"block_size": 3, "markov_rank": 4, "draft_vocab_size": 128, "target_layer_ids": [0]},
         "train": {"max_steps": 6, "epochs": 3, "checkpoint_every": 1, "num_anchors": 4, "pack_budget": 512},
         "calibrate": {"max_new_tokens": 12, "rows": 1},
@@ -54,19 +55,28 @@ def write_config(folder: Path, target: Path) -> Path:
     return path
 
 
-def start(config: Path, directory: Path) -> subprocess.Popen[str]:
-    """`dspark run` in a session of its own; what it says goes to a file beside the run."""
-    command = [sys.executable, "-m", "pipelines.cli", "run", str(config), f"run.directory={directory}", "--json"]
+def dspark(*arguments: str) -> int:
+    """The exit code of the command line in this process."""
+    try:
+        cli.main(arguments)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def start(config: Path, directory: Path, command: str = "run") -> subprocess.Popen[str]:
+    """`dspark run`, or another command, in a session of its own; what it says goes to a file beside the run."""
+    line = [sys.executable, "-m", "pipelines.cli", command, str(config), f"run.directory={directory}", "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(directory.with_suffix(".log"), "a") as log:
         return subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+            line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
         )
 
 
-def finish(config: Path, directory: Path) -> dict[str, str]:
+def finish(config: Path, directory: Path, command: str = "run") -> dict[str, str]:
     """Run to the end; what became of each stage ("done" or "skipped")."""
-    process = start(config, directory)
+    process = start(config, directory, command)
     output, _ = process.communicate()
     assert process.returncode == 0, directory.with_suffix(".log").read_text()[-4000:]
     return {stage["stage"]: stage["state"] for stage in json.loads(output)["stages"]}

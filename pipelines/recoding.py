@@ -1,0 +1,65 @@
+"""What codecs ask for beyond a cache when it is recoded: the target, or what a pilot found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelines.errors import UserError
+from storage.codecs import CodecSpec
+from storage.filesystems import Folder
+
+if TYPE_CHECKING:
+    import torch
+
+    from storage.codecs import TargetParts
+    from storage.target_cache import TargetCache
+
+
+def parts_of(cache: TargetCache, model: str, teacher: CodecSpec) -> TargetParts:
+    """What the teacher codec asks of the target `model` (as in `target.model`), read as it was for the cache.
+
+    Raises UserError when its weights are not those that the states were recorded from.
+    """
+    from dspark.target import DTYPES, Target, hash_weights
+    from pipelines.settings import TargetSettings
+    from pipelines.stages.capture import target_parts
+    from pipelines.target_facts import locate_target
+
+    contract = cache.contract
+    _, folder, _ = locate_target(TargetSettings(model=model))
+    recorded = contract.get("weights_sha256")
+    if recorded and (found := hash_weights(Path(folder))) != recorded:
+        raise UserError(
+            f"--target {model}: its weights ({found}) are not those that {cache.folder} was recorded from "
+            f"({recorded}, {contract.get('target_name')})"
+        )
+    dtype = cache.manifest["fields"]["inputs"].get("dtype")
+    target = Target.open(
+        folder,
+        dtype=dtype if dtype in DTYPES else "float32",
+        target_layer_ids=contract["target_layer_ids"],
+    )
+    return target_parts(target, teacher.name)
+
+
+def directions_of(cache: TargetCache, run: str, features: CodecSpec) -> tuple[CodecSpec, dict[str, torch.Tensor]]:
+    """The codec with its number of directions, and the directions that the run's pilot found.
+
+    Raises UserError where there is no pilot, or it looked at other features.
+    """
+    from pipelines.settings import CacheSettings
+    from pipelines.stages.capture import DIRECTIONS, read_directions
+
+    pilot = Folder(run).location("pilot")
+    if not Folder(pilot).exists(DIRECTIONS):
+        raise UserError(f"--pilot {run}: there is no {pilot}/{DIRECTIONS}; run `dspark pilot CONFIG` first")
+    directions, fields = read_directions(pilot), cache.manifest["fields"]
+    width = fields["num_layers"] * fields["hidden_size"]
+    if directions["projection"].shape[1] != width:
+        raise UserError(
+            f"--pilot {run}: it looked at {directions['projection'].shape[1]} features, {cache.folder} keeps {width}"
+        )
+    count = round(CacheSettings().directions * fields["hidden_size"])
+    settings = {"directions": min(count, len(directions["projection"])), **features.settings}
+    return CodecSpec(name=features.name, settings=settings), directions

@@ -1,0 +1,209 @@
+"""Kill the cache stage's driver and its Ray workers at random moments; every finished cache equals an undisturbed one.
+
+    python tests/pipelines/cache_kill_sweep.py --kills 200 --seed 0 --output docs/evidence/cache-stage-kills.json
+
+1. A toy target answers its prompts once; from these conversations one cache is built undisturbed.
+2. From the same conversations caches are built with `dspark cache` and two Ray workers. `kill -9` meets the driver or
+   one of the workers, in turn, at moments drawn uniformly over the time that the undisturbed build took: a worker's
+   death leaves the driver at work, and the next kill follows; the driver's is followed by a new start at once, whatever
+   still runs below it. After four kills a build is left alone, started again if need be.
+3. A reader opens the cache all the while and compares each row that it sees with the undisturbed one, byte for byte.
+   The finished folder must equal the undisturbed one in every file, and verify.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+from random import Random
+from subprocess import Popen
+from typing import Any
+
+import psutil
+from toy_target import write_gguf
+from whole_run import finish, start, write_config
+
+from pipelines.data.gguf_file import convert_llama
+from pipelines.provenance import collect
+from storage.target_cache import TargetCache, is_finished, verify
+
+KILLS_A_BUILD = 4
+WORKER = "ray::_Host"  # what Ray calls the process of a pool's actor
+PROMPTS = {"train": 40, "calibration": 1, "evaluation": 1}
+
+
+class Reader(threading.Thread):
+    """Reads what a reader can see of a cache that is being built, and compares it with the finished one."""
+
+    def __init__(self, root: Path, calm: TargetCache) -> None:
+        super().__init__(daemon=True)
+        self._root, self._ended = root, threading.Event()
+        self._rows = {calm.sample_ids[index]: _digest(calm, index) for index in range(len(calm))}
+        self.opens = self.rows = 0
+        self.wrong: list[str] = []
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._read_on()
+        except BaseException as error:
+            self.failure = error
+
+    def _read_on(self) -> None:
+        while not self._ended.wait(0.2):
+            try:
+                cache = TargetCache.open(self._root, partial=True)
+            except FileNotFoundError:  # not begun
+                continue
+            self.opens += 1
+            for index, sample_id in enumerate(cache.sample_ids):
+                self.rows += 1
+                if _digest(cache, index) != self._rows[sample_id]:
+                    self.wrong.append(sample_id)
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join()
+        if self.failure is not None:
+            raise self.failure
+
+
+def _digest(cache: TargetCache, index: int) -> str:
+    """Of a row as it is stored."""
+    parts = hashlib.sha256()
+    for name, value in sorted(cache.raw_row(index).items()):
+        parts.update(name.encode() + (value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()))
+    return parts.hexdigest()
+
+
+def kill(process: Popen[str], victim: str, moment: float) -> psutil.Process | None:
+    """Kill the driver or one of its workers, so many seconds from now; None if the build ended before that."""
+    until = time.monotonic() + moment
+    while process.poll() is None:
+        if time.monotonic() >= until:
+            driver = psutil.Process(process.pid)
+            met = [driver] if victim == "driver" else _workers(driver)
+            if met:
+                met[int(moment * 1000) % len(met)].kill()
+                return met[0]
+        time.sleep(0.01)
+    return None
+
+
+def _workers(driver: psutil.Process) -> list[psutil.Process]:
+    found = []
+    for child in driver.children(recursive=True):
+        try:
+            if child.name().startswith(WORKER) or (child.cmdline()[:1] and child.cmdline()[0].startswith(WORKER)):
+                found.append(child)
+        except psutil.NoSuchProcess:
+            continue
+    return sorted(found, key=lambda child: child.pid)
+
+
+def progress(root: Path) -> str:
+    """How far a build had come."""
+    if not (root / "manifest.json").exists():
+        return "before the manifest"
+    if is_finished(root):
+        return "after the finish"
+    units = json.loads((root / "manifest.json").read_text())["units"]
+    committed = len(list((root / "commits").glob("unit-*.json"))) if (root / "commits").exists() else 0
+    return "all units committed" if committed == units else f"some of {units} units committed" if committed else "none"
+
+
+def digests(root: Path) -> dict[str, str]:
+    """SHA-256 of every file below the folder."""
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def sweep(folder: Path, wanted: int, seed: int) -> dict[str, Any]:
+    """The result as JSON values; raises AssertionError for a cache that differs or a row read wrong."""
+    target = folder / "target"
+    target.mkdir()
+    write_gguf(folder / "toy.gguf", tied=True)
+    convert_llama(folder / "toy.gguf", target)
+    config = write_config(folder, target, prompts=PROMPTS, cache_workers=2)
+    answered = folder / "answered"
+    finish(config, answered, "regenerate")
+    calm = folder / "calm"
+    shutil.copytree(answered, calm)
+    began = time.monotonic()
+    finish(config, calm, "cache")
+    seconds = time.monotonic() - began
+    expected, reference = digests(calm / "cache"), TargetCache.open(calm / "cache")
+    random, kills, met, totals = Random(seed), Counter[str](), Counter[str](), Counter[str]()
+    while kills.total() < wanted:
+        run = folder / f"build-{totals['builds']}"
+        shutil.copytree(answered, run)
+        reader = Reader(run / "cache", reference)
+        reader.start()
+        process = start(config, run, "cache")
+        for number in range(KILLS_A_BUILD):
+            if is_finished(run / "cache"):
+                break
+            if process.poll() is not None:  # it gave up: too many deaths met one unit
+                totals["starts_that_gave_up"] += process.returncode != 0
+                process = start(config, run, "cache")
+            victim = ("driver", "worker")[(totals["builds"] + number) % 2]
+            if kill(process, victim, random.uniform(0, seconds)) is None:
+                continue
+            kills[victim] += 1
+            met[progress(run / "cache")] += 1
+            if victim == "driver":
+                process.wait()
+                process = start(config, run, "cache")
+        process.communicate()
+        if process.returncode:
+            totals["starts_that_gave_up"] += 1
+            finish(config, run, "cache")
+        reader.end()
+        assert not reader.wrong, f"a reader saw wrong rows in {run}: {reader.wrong}"
+        assert digests(run / "cache") == expected, f"{run} differs from the undisturbed cache"
+        assert verify(run / "cache") == []
+        totals["builds"] += 1
+        totals["opens"] += reader.opens
+        totals["rows"] += reader.rows
+        shutil.rmtree(run)
+        print(f"{kills.total()} kills, {totals['builds']} builds: {dict(met)}", flush=True)
+    return {
+        "kills": dict(kills),
+        "progress_when_killed": dict(sorted(met.items())),
+        "builds_finished_with_the_undisturbed_bytes": totals["builds"],
+        "starts_that_gave_up": totals["starts_that_gave_up"],
+        "reader_opens_meanwhile": totals["opens"],
+        "rows_read_meanwhile_all_right": totals["rows"],
+        "undisturbed_build_seconds": round(seconds, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("docs/evidence/cache-stage-kills.json"))
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        result = sweep(Path(folder), arguments.kills, arguments.seed)
+    origin = collect(arguments.seed)
+    result = {"created": datetime.now(UTC).isoformat(timespec="seconds"), "seed": arguments.seed, **result}
+    result["seconds"] = round(time.monotonic() - began, 1)
+    result["provenance"] = {key: origin[key] for key in ("code", "hardware") if key in origin}
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
