@@ -18,7 +18,10 @@ TOKENS_SHOWN = 12
 def describe_rows(
     cache: TargetCache, *, count: int, sample_id: str | None = None, target: str | None = None
 ) -> list[dict[str, Any]]:
-    """`count` rows spread over the cache, or the one with `sample_id`; JSON-like. `target`: a tokenizer's folder."""
+    """`count` rows spread over the cache, or the one with `sample_id`; JSON-like.
+
+    `target`: the model whose tokenizer shows their text.
+    """
     ids = cache.sample_ids
     if sample_id is None:
         count = min(count, len(cache))
@@ -72,13 +75,15 @@ def _marked_text(row: StoredRow, tokenizer: Any) -> str:
     return text + str(tokenizer.decode(row.input_ids[place:]))
 
 
-def _open_tokenizer(folder: str) -> Any:
+def _open_tokenizer(model: str) -> Any:
     from dspark.target import open_tokenizer
+    from pipelines.settings import TargetSettings
+    from pipelines.target_facts import locate_target
 
     try:
-        tokenizer = open_tokenizer(folder)
+        tokenizer = open_tokenizer(locate_target(TargetSettings(model=model))[1])
     except (OSError, ValueError) as error:
-        raise UserError(f"--target {folder!r}: no tokenizer can be opened there ({error})") from error
+        raise UserError(f"--target {model!r}: no tokenizer can be opened there ({error})") from error
     if tokenizer is None:
-        raise UserError(f"--target {folder!r} has no tokenizer files")
+        raise UserError(f"--target {model!r} has no tokenizer files")
     return tokenizer

@@ -37,14 +37,31 @@ RedoOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the outcome as JSON on standard output.")]
 
 app = typer.Typer(
+    cls=cli_tools.Commands,
     name="dspark",
-    help="Train, calibrate, measure and publish speculative-decoding drafters.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"max_content_width": 120},
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(version("dspark"))
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Train, calibrate, measure and publish speculative-decoding drafters."""
 
 
 @app.command()

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from pipelines.cli_tools import JsonOption, print_values
+from pipelines.cli_tools import Commands, JsonOption, print_values
 from pipelines.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ MaxBytesOption = Annotated[int | None, typer.Option("--max-bytes", min=1, help="
 WorkersOption = Annotated[int, typer.Option("--workers", min=0, help="Processes that read and encode; 0: none beside.")]
 
 
-class _BuildByDefault(TyperGroup):
+class _BuildByDefault(Commands):
     """`dspark cache CONFIG` is `dspark cache build CONFIG`; the other words are tools."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -86,7 +85,7 @@ def sample(
     rows: Annotated[int, typer.Option("--rows", min=1, help="How many, evenly spread.")] = 3,
     row: Annotated[str, typer.Option("--id", metavar="SAMPLE", help="The row with this sample id instead.")] = "",
     target: Annotated[
-        str, typer.Option("--target", metavar="FOLDER", help="A model folder whose tokenizer shows the text.")
+        str, typer.Option("--target", metavar="MODEL", help="The model whose tokenizer shows the text.")
     ] = "",
     as_json: JsonOption = False,
 ) -> None:

@@ -6,12 +6,23 @@ import json
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="A settings file.")]
 OverridesArgument = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's.")
 ]
+
+
+class Commands(TyperGroup):
+    """A group whose help shows each command's first line whole, wrapped where it is long, instead of cut."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        shown = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [(name, (found.help or "").split("\n\n")[0]) for name, found in shown if found and not found.hidden]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
 
 def add_commands(app: typer.Typer) -> None:

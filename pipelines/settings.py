@@ -87,8 +87,8 @@ class CacheSettings(Section):
     rate stays within `acceptance_bound`; a projected or automatic cache begins with a pilot (section `pilot`).
     """
 
-    features_codec: FeaturesCodec = "bf16"
-    teacher_codec: TeacherCodec = "bf16"
+    features_codec: FeaturesCodec = "projected"
+    teacher_codec: TeacherCodec = "corrected"
     features_options: dict[str, Any] = Field(default={})  # the codec's own settings, laid over its defaults
     teacher_options: dict[str, Any] = Field(default={})
     directions: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.5  # projected: coordinates, in hidden sizes
@@ -125,10 +125,12 @@ class PilotSettings(Section):
     """
 
     share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1  # of the conversations, spread evenly
+    min_conversations: Positive = 24  # or all, where there are fewer
     max_tokens: Positive = 1_000_000  # but no more than these
     algorithms: tuple[Algorithm, ...] = ()  # none: the drafter's own
     epochs: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None  # null: train.epochs
-    max_steps: Positive | None = None
+    min_steps: Positive = 96  # with more epochs where that takes them, unless epochs or max_steps say otherwise
+    max_steps: Positive | None = None  # null: train.max_steps
     global_batch_size: Positive = 32  # or the training's, where that is smaller: few conversations, many steps
     prior: NonNegative = 0.1  # weight of a reader that looks at all channels alike
 

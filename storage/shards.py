@@ -118,6 +118,8 @@ class ShardReader:
             raise CacheCorrupt(
                 f"{name}: {size} bytes, {commit['bytes']} were committed; fetch or build the shard again"
             )
+        # Of a mapped file all bytes at once, without a copy: then rows are views of it.
+        self._mapped = file.read_buffer(size) if isinstance(file, pa.MemoryMappedFile | pa.BufferReader) else None
         self._firsts = np.cumsum([0] + [batch["rows"] for batch in commit["batches"]])
         self._schema = schema({})
         self._current: tuple[int, pa.RecordBatch] | None = None
@@ -129,9 +131,11 @@ class ShardReader:
             return self._current[1]
         entry = self._commit["batches"][number]
         try:
-            data = self._file.read_at(entry["bytes"], entry["offset"])
+            if self._mapped is not None:
+                buffer = self._mapped.slice(entry["offset"], entry["bytes"])
+            else:
+                buffer = pa.py_buffer(self._file.read_at(entry["bytes"], entry["offset"]))
             self.touched += entry["bytes"]
-            buffer = data if isinstance(data, pa.Buffer) else pa.py_buffer(data)
             batch = pa.ipc.read_record_batch(buffer, self._schema)
             batch.validate(full=True)
         except (pa.ArrowInvalid, OSError, EOFError) as error:
@@ -157,11 +161,18 @@ def columns_of(batch: pa.RecordBatch, index: int) -> dict[str, Any]:
         "sample_id": batch.column(0)[index].as_py(),
         "input_ids": batch.column(1)[index].values.to_numpy(),
         "spans": batch.column(2)[index].values.to_numpy(),
-        "context": memoryview(batch.column(3)[index].as_buffer()).cast("B"),
-        "teacher": memoryview(batch.column(4)[index].as_buffer()).cast("B"),
+        "context": _bytes_at(batch.column(3), index),
+        "teacher": _bytes_at(batch.column(4), index),
         "extra": batch.column(5)[index].as_py(),
         "checksum": batch.column(6)[index].as_py(),
     }
+
+
+def _bytes_at(column: pa.Array, index: int) -> memoryview:
+    """One value of a large_binary column; Arrow's own scalars are copies."""
+    _, offsets, data = column.buffers()
+    start, stop = np.frombuffer(offsets, np.int64, 2, 8 * (column.offset + index))
+    return memoryview(b"" if data is None else data).cast("B")[start:stop]
 
 
 def checksum_of(columns: Mapping[str, Any]) -> int:

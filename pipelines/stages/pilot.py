@@ -27,6 +27,7 @@ from pipelines.stages.train import HOW_AND_NOT_WHAT, count_steps, require_shared
 from pipelines.stages.workers import on_pool, session
 from pipelines.target_facts import examine_target
 from storage.filesystems import Folder
+from storage.order import steps_per_epoch
 from storage.target_cache import CodecSpec, TargetCache, is_finished
 
 if TYPE_CHECKING:
@@ -42,8 +43,11 @@ KEPT_DIRECTIONS = 3.0  # hidden sizes
 MIN_DIRECTION_TOKENS, TOKENS_A_CHANNEL = 16_384, 8  # that the directions' statistics come from, where there are as many
 
 
-def pilot_settings(settings: Settings, algorithm: str) -> Settings:
-    """The run's settings for a pilot of this algorithm, its own loss and parts where it is not the drafter's."""
+def pilot_settings(settings: Settings, algorithm: str, conversations: int | None = None) -> Settings:
+    """The run's settings for a pilot of this algorithm, its own loss and parts where it is not the drafter's.
+
+    With the number of its `conversations`, as many epochs as `pilot.min_steps` takes.
+    """
     values = settings.to_dict()
     train, pilot = values["train"], settings.pilot
     if algorithm != settings.drafter.algorithm:
@@ -57,6 +61,9 @@ def pilot_settings(settings: Settings, algorithm: str) -> Settings:
     train |= {"held_out_rows": 0, "publish": "last", "epochs": pilot.epochs or settings.train.epochs}
     train["global_batch_size"] = min(pilot.global_batch_size, settings.train.global_batch_size)
     train["max_steps"] = pilot.max_steps or settings.train.max_steps
+    if conversations is not None and pilot.epochs is None:
+        steps = steps_per_epoch(conversations, train["global_batch_size"])
+        train["epochs"] = max(settings.train.epochs, pilot.min_steps / steps)
     return settings_from_dict(values)
 
 
@@ -83,7 +90,8 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
         "contract": facts.contract(settings, with_block=False),
         "dtype": settings.target.dtype,
         "max_length": cache.max_length,
-        "sample": {"share": settings.pilot.share, "max_tokens": settings.pilot.max_tokens},
+        "sample": settings.pilot.model_dump(include={"share", "min_conversations", "max_tokens"}),
+        "min_steps": settings.pilot.min_steps,
         "pilots": pilots,
         "prior": settings.pilot.prior,
         "seed": settings.run.seed,
@@ -118,7 +126,8 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
                 rows, plan = plan_cache(settings, facts, conversations, EXACT, inputs, choose=lambda _: list(sample))
                 build(settings, facts, cache, rows, plan, reporter)
             for algorithm in algorithms_of(settings):
-                of, output = pilot_settings(settings, algorithm), Path(run.directory.path("pilot"), algorithm)
+                of = pilot_settings(settings, algorithm, len(sample))
+                output = Path(run.directory.path("pilot"), algorithm)
                 steps[algorithm] = count_steps(of, len(sample))
                 if not Folder(output).exists("final/contract.json"):  # what a training writes last
                     train_on(of, facts, cache, output, reporter, name=f"{algorithm} pilot")
@@ -148,12 +157,12 @@ def _sample(settings: Settings, rows: Sequence[Conversation]) -> list[Conversati
     """The share of the conversations that the pilot works on."""
     wanted = settings.pilot
     tokens = sum(len(row.input_ids) for row in rows)
-    share = min(wanted.share, wanted.max_tokens / tokens)
-    sample = spread(rows, max(1, round(share * len(rows))))
+    count = max(wanted.min_conversations, round(wanted.share * len(rows)))
+    sample = spread(rows, max(1, min(count, len(rows), round(len(rows) * wanted.max_tokens / tokens))))
     if algorithms_of(settings) and len(sample) < 2:
         raise UserError(
-            f"pilot.share={wanted.share} of {len(rows)} conversations is {len(sample)}: raise it, or set "
-            "cache.features_codec to a codec without a pilot (transform, int8, bf16)"
+            f"a pilot takes two conversations at least, and there is {len(sample)} (of {len(rows)}; pilot.max_tokens="
+            f"{wanted.max_tokens}): set cache.features_codec to a codec without a pilot (transform, int8, bf16)"
         )
     return sample
 

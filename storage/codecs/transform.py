@@ -71,9 +71,12 @@ class Quantised(LossyCodec):
     def decode_rows(self, payload: memoryview, rows: int, device: torch.device | str) -> torch.Tensor:
         codes = torch.from_numpy(unpack(payload, self._classes, rows)).to(device)
         mean, step = self.tensor_on("mean", device), self.tensor_on("step", device)
-        coordinates = torch.addcmul(mean[:, None], codes.to(torch.float32), step[:, None]).t()
-        restores = self._restores and "inverse" in self.tensors
-        return _apply(self.tensor_on("inverse", device), coordinates) if restores else coordinates
+        if not self._restores or "inverse" not in self.tensors:
+            return torch.addcmul(mean, codes.t().contiguous().to(torch.float32), step)
+        inverse = self.tensor_on("inverse", device)
+        if inverse.ndim == 3:
+            return _apply(inverse, torch.addcmul(mean[:, None], codes.to(torch.float32), step[:, None]).t())
+        return torch.addmm(inverse @ mean, codes.to(torch.float32).t(), (inverse * step).t())
 
     def fit_steps(self, coordinates: torch.Tensor, step: torch.Tensor | float) -> None:
         """Means, steps ([C] or one for all, in units of the coordinates) and packing classes from [R, C]."""
