@@ -116,7 +116,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     root, conversations = run.location("pilot"), Folder(run.location("regenerate"))
     inputs = {"regenerate": run.identity("regenerate")}
     every, _ = plan_cache(settings, facts, conversations, EXACT, inputs)
-    sample = _sample(settings, every)
+    sample = pilot_sample(settings, every)
     seen = {row.sample_id for row in sample}
     steps, lengths = {}, {}
     with session(settings, root):
@@ -153,8 +153,11 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     }
 
 
-def _sample(settings: Settings, rows: Sequence[Conversation]) -> list[Conversation]:
-    """The share of the conversations that the pilot works on."""
+def pilot_sample(settings: Settings, rows: Sequence[Conversation]) -> list[Conversation]:
+    """The share of the conversations that the pilot works on, spread evenly.
+
+    Raises UserError where a pilot is to be trained and they are not two.
+    """
     wanted = settings.pilot
     tokens = sum(len(row.input_ids) for row in rows)
     count = max(wanted.min_conversations, round(wanted.share * len(rows)))

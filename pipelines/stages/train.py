@@ -83,7 +83,7 @@ def require_shared_folder(settings: Settings) -> None:
         raise UserError(
             f"run.directory is {settings.run.directory}: training (a pilot's too) and the stages after it need a "
             "folder on this machine or on a file system that the cluster shares. An object store can hold what "
-            "`dspark regenerate` and `dspark cache` make"
+            "`dspark regenerate` makes, and `dspark cache` with codecs without a pilot (cache.features_codec=transform)"
         )
 
 

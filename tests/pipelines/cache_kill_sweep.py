@@ -3,10 +3,11 @@
     python tests/pipelines/cache_kill_sweep.py --kills 200 --seed 0 --output docs/evidence/cache-stage-kills.json
 
 1. A toy target answers its prompts once; from these conversations one cache is built undisturbed.
-2. From the same conversations caches are built with `dspark cache` and two Ray workers. `kill -9` meets the driver or
-   one of the workers, in turn, at moments drawn uniformly over the time that the undisturbed build took: a worker's
-   death leaves the driver at work, and the next kill follows; the driver's is followed by a new start at once, whatever
-   still runs below it. After four kills a build is left alone, started again if need be.
+2. From the same conversations caches are built with `dspark cache` and two Ray workers. `kill -9` meets the driver, at
+   moments drawn uniformly over the time that the undisturbed build took, or one of the workers, at moments drawn
+   uniformly over the time that these had been there, in turn. A worker's death leaves the driver at work, and the next
+   kill follows; the driver's is followed by a new start at once, whatever still runs below it. After four kills a build
+   is left alone, started again if need be.
 3. A reader opens the cache all the while and compares each row that it sees with the undisturbed one, byte for byte.
    The finished folder must equal the undisturbed one in every file, and verify.
 """
@@ -22,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
@@ -38,7 +40,7 @@ from storage.target_cache import TargetCache, is_finished, verify
 
 KILLS_A_BUILD = 4
 WORKER = "ray::_Host"  # what Ray calls the process of a pool's actor
-PROMPTS = {"train": 40, "calibration": 1, "evaluation": 1}
+PROMPTS = {"train": 160, "calibration": 1, "evaluation": 1}
 
 
 class Reader(threading.Thread):
@@ -85,18 +87,22 @@ def _digest(cache: TargetCache, index: int) -> str:
     return parts.hexdigest()
 
 
-def kill(process: Popen[str], victim: str, moment: float) -> psutil.Process | None:
-    """Kill the driver or one of its workers, so many seconds from now; None if the build ended before that."""
-    until = time.monotonic() + moment
+def kill(process: Popen[str], victim: str, moment: float) -> bool:
+    """Kill the driver so many seconds from now, or one of its workers as long after there are any.
+
+    False if the build ended before that.
+    """
+    driver, began = psutil.Process(process.pid), time.monotonic()
     while process.poll() is None:
-        if time.monotonic() >= until:
-            driver = psutil.Process(process.pid)
-            met = [driver] if victim == "driver" else _workers(driver)
-            if met:
-                met[int(moment * 1000) % len(met)].kill()
-                return met[0]
+        workers = _workers(driver) if victim == "worker" else [driver]
+        if not workers:
+            began = time.monotonic()
+        elif time.monotonic() - began >= moment:
+            with suppress(psutil.NoSuchProcess):
+                workers[int(moment * 1000) % len(workers)].kill()
+                return True
         time.sleep(0.01)
-    return None
+    return False
 
 
 def _workers(driver: psutil.Process) -> list[psutil.Process]:
@@ -127,6 +133,18 @@ def digests(root: Path) -> dict[str, str]:
     return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+def _undisturbed(process: Popen[str]) -> dict[str, float]:
+    """How long a build took, and how long of that there were workers."""
+    began, driver = time.monotonic(), psutil.Process(process.pid)
+    seen: list[float] = []
+    while process.poll() is None:
+        if _workers(driver):
+            seen.append(time.monotonic())
+        time.sleep(0.01)
+    assert process.returncode == 0
+    return {"driver": time.monotonic() - began, "worker": seen[-1] - seen[0]}
+
+
 def sweep(folder: Path, wanted: int, seed: int) -> dict[str, Any]:
     """The result as JSON values; raises AssertionError for a cache that differs or a row read wrong."""
     target = folder / "target"
@@ -138,9 +156,7 @@ def sweep(folder: Path, wanted: int, seed: int) -> dict[str, Any]:
     finish(config, answered, "regenerate")
     calm = folder / "calm"
     shutil.copytree(answered, calm)
-    began = time.monotonic()
-    finish(config, calm, "cache")
-    seconds = time.monotonic() - began
+    seconds = _undisturbed(start(config, calm, "cache"))
     expected, reference = digests(calm / "cache"), TargetCache.open(calm / "cache")
     random, kills, met, totals = Random(seed), Counter[str](), Counter[str](), Counter[str]()
     while kills.total() < wanted:
@@ -156,7 +172,7 @@ def sweep(folder: Path, wanted: int, seed: int) -> dict[str, Any]:
                 totals["starts_that_gave_up"] += process.returncode != 0
                 process = start(config, run, "cache")
             victim = ("driver", "worker")[(totals["builds"] + number) % 2]
-            if kill(process, victim, random.uniform(0, seconds)) is None:
+            if not kill(process, victim, random.uniform(0, seconds[victim])):
                 continue
             kills[victim] += 1
             met[progress(run / "cache")] += 1
@@ -183,7 +199,8 @@ def sweep(folder: Path, wanted: int, seed: int) -> dict[str, Any]:
         "starts_that_gave_up": totals["starts_that_gave_up"],
         "reader_opens_meanwhile": totals["opens"],
         "rows_read_meanwhile_all_right": totals["rows"],
-        "undisturbed_build_seconds": round(seconds, 1),
+        "undisturbed_build_seconds": round(seconds["driver"], 1),
+        "seconds_with_workers": round(seconds["worker"], 1),
     }
 
 

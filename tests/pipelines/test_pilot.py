@@ -17,7 +17,9 @@ from pipelines.errors import UserError
 from pipelines.progress import Reporter
 from pipelines.run import Run, run_stages
 from pipelines.settings import Settings, load_settings
-from pipelines.stages.pilot import pilot_settings
+from pipelines.stages.capture import Conversation
+from pipelines.stages.pilot import pilot_sample, pilot_settings
+from pipelines.stages.train import count_steps
 from storage.target_cache import TargetCache
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -104,6 +106,20 @@ def test_a_pilot_holds_nothing_out_and_has_no_best(folder: Path, toy_folder: Pat
     settings = settings_for(folder, toy_folder, cache=PROJECTED, train={"publish": "best", "held_out_rows": 2})
     train = pilot_settings(settings, "dspark").train
     assert (train.publish, train.held_out_rows) == ("last", 0)
+
+
+def test_few_conversations_make_no_weak_pilot(folder: Path, toy_folder: Path) -> None:
+    settings = settings_for(folder, toy_folder, cache=PROJECTED, train={"max_steps": None, "global_batch_size": 3})
+    conversations = [Conversation(sample_id=f"{i}", input_ids=[1] * 10, spans=[(5, 10)], extra={}) for i in range(400)]
+    assert len(pilot_sample(settings, conversations)) == 40
+    assert len(pilot_sample(settings, conversations[:100])) == 24
+    assert len(pilot_sample(settings, conversations[:8])) == 8
+    with pytest.raises(UserError, match="two conversations"):
+        pilot_sample(settings, conversations[:1])
+    assert count_steps(pilot_settings(settings, "dspark", 8), 8) == 96
+    assert count_steps(pilot_settings(settings, "dspark", 400), 400) == 402  # three epochs are more than that
+    fixed = settings_for(folder, toy_folder, cache=PROJECTED, pilot={"epochs": 2.0}, train={"max_steps": None})
+    assert pilot_settings(fixed, "dspark", 8).train.epochs == 2.0
 
 
 def test_another_pilot_is_another_cache(folder: Path, toy_folder: Path) -> None:
