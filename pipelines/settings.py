@@ -129,7 +129,7 @@ class PilotSettings(Section):
     max_tokens: Positive = 1_000_000  # but no more than these
     algorithms: tuple[Algorithm, ...] = ()  # none: the drafter's own
     epochs: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None  # null: train.epochs
-    min_steps: Positive = 96  # with more epochs where that takes them, unless epochs or max_steps say otherwise
+    min_steps: Positive = 96  # by more epochs, but no more steps than the training has; not where epochs is set
     max_steps: Positive | None = None  # null: train.max_steps
     global_batch_size: Positive = 32  # or the training's, where that is smaller: few conversations, many steps
     prior: NonNegative = 0.1  # weight of a reader that looks at all channels alike

@@ -43,10 +43,11 @@ KEPT_DIRECTIONS = 3.0  # hidden sizes
 MIN_DIRECTION_TOKENS, TOKENS_A_CHANNEL = 16_384, 8  # that the directions' statistics come from, where there are as many
 
 
-def pilot_settings(settings: Settings, algorithm: str, conversations: int | None = None) -> Settings:
+def pilot_settings(settings: Settings, algorithm: str, conversations: tuple[int, int] | None = None) -> Settings:
     """The run's settings for a pilot of this algorithm, its own loss and parts where it is not the drafter's.
 
-    With the number of its `conversations`, as many epochs as `pilot.min_steps` takes.
+    With the number of its `conversations` and of all there are, as many epochs as `pilot.min_steps` takes, but no more
+    steps than the training itself has.
     """
     values = settings.to_dict()
     train, pilot = values["train"], settings.pilot
@@ -62,8 +63,9 @@ def pilot_settings(settings: Settings, algorithm: str, conversations: int | None
     train["global_batch_size"] = min(pilot.global_batch_size, settings.train.global_batch_size)
     train["max_steps"] = pilot.max_steps or settings.train.max_steps
     if conversations is not None and pilot.epochs is None:
-        steps = steps_per_epoch(conversations, train["global_batch_size"])
-        train["epochs"] = max(settings.train.epochs, pilot.min_steps / steps)
+        sample, every = conversations
+        wanted = min(pilot.min_steps, count_steps(settings, every))
+        train["epochs"] = max(settings.train.epochs, wanted / steps_per_epoch(sample, train["global_batch_size"]))
     return settings_from_dict(values)
 
 
@@ -126,7 +128,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
                 rows, plan = plan_cache(settings, facts, conversations, EXACT, inputs, choose=lambda _: list(sample))
                 build(settings, facts, cache, rows, plan, reporter)
             for algorithm in algorithms_of(settings):
-                of = pilot_settings(settings, algorithm, len(sample))
+                of = pilot_settings(settings, algorithm, (len(sample), len(every)))
                 output = Path(run.directory.path("pilot"), algorithm)
                 steps[algorithm] = count_steps(of, len(sample))
                 if not Folder(output).exists("final/contract.json"):  # what a training writes last

@@ -116,10 +116,11 @@ def test_few_conversations_make_no_weak_pilot(folder: Path, toy_folder: Path) ->
     assert len(pilot_sample(settings, conversations[:8])) == 8
     with pytest.raises(UserError, match="two conversations"):
         pilot_sample(settings, conversations[:1])
-    assert count_steps(pilot_settings(settings, "dspark", 8), 8) == 96
-    assert count_steps(pilot_settings(settings, "dspark", 400), 400) == 402  # three epochs are more than that
+    assert count_steps(pilot_settings(settings, "dspark", (8, 400)), 8) == 96
+    assert count_steps(pilot_settings(settings, "dspark", (400, 400)), 400) == 402  # three epochs are more than that
+    assert count_steps(pilot_settings(settings, "dspark", (8, 30)), 8) == 30  # no more than the training has
     fixed = settings_for(folder, toy_folder, cache=PROJECTED, pilot={"epochs": 2.0}, train={"max_steps": None})
-    assert pilot_settings(fixed, "dspark", 8).train.epochs == 2.0
+    assert pilot_settings(fixed, "dspark", (8, 400)).train.epochs == 2.0
 
 
 def test_another_pilot_is_another_cache(folder: Path, toy_folder: Path) -> None:
