@@ -145,8 +145,11 @@ def _undisturbed(process: Popen[str]) -> dict[str, float]:
     return {"driver": time.monotonic() - began, "worker": seen[-1] - seen[0]}
 
 
-def sweep(folder: Path, wanted: int, seed: int) -> dict[str, Any]:
-    """The result as JSON values; raises AssertionError for a cache that differs or a row read wrong."""
+def sweep(folder: Path, wanted: int, seed: int, limit: float) -> dict[str, Any]:
+    """The result as JSON values; raises AssertionError for a cache that differs or a row read wrong.
+
+    `wanted` kills, or as many as fit into `limit` seconds.
+    """
     target = folder / "target"
     target.mkdir()
     write_gguf(folder / "toy.gguf", tied=True)
@@ -159,7 +162,8 @@ def sweep(folder: Path, wanted: int, seed: int) -> dict[str, Any]:
     seconds = _undisturbed(start(config, calm, "cache"))
     expected, reference = digests(calm / "cache"), TargetCache.open(calm / "cache")
     random, kills, met, totals = Random(seed), Counter[str](), Counter[str](), Counter[str]()
-    while kills.total() < wanted:
+    end = time.monotonic() + limit
+    while kills.total() < wanted and time.monotonic() < end:
         run = folder / f"build-{totals['builds']}"
         shutil.copytree(answered, run)
         reader = Reader(run / "cache", reference)
@@ -207,12 +211,13 @@ def sweep(folder: Path, wanted: int, seed: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--limit", type=float, default=7200, help="seconds; what was seen by then is stored")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("docs/evidence/cache-stage-kills.json"))
     arguments = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        result = sweep(Path(folder), arguments.kills, arguments.seed)
+        result = sweep(Path(folder), arguments.kills, arguments.seed, arguments.limit)
     origin = collect(arguments.seed)
     result = {"created": datetime.now(UTC).isoformat(timespec="seconds"), "seed": arguments.seed, **result}
     result["seconds"] = round(time.monotonic() - began, 1)
