@@ -66,16 +66,19 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Read everything, check every checksum, and name what is wrong; exit code 1 if anything is."""
+    from storage.target_cache import COMPLETE, Problem, is_finished
     from storage.target_cache import verify as verify_cache
 
     root = cache_in(path)
     problems = verify_cache(root, workers=workers)
+    if not is_finished(root):
+        problems.append(Problem(COMPLETE, "missing: the cache is not finished; the command that builds it goes on"))
     if as_json:
         print(json.dumps({"path": root, "problems": [vars(problem) for problem in problems]}, indent=2))
     else:
         print("\n".join(map(str, problems)) or f"{root}: nothing wrong")
         if problems:
-            print("`dspark cache CONFIG --repair` builds what is damaged again, with the run's own settings")
+            print("`dspark cache CONFIG --repair` builds what is damaged in a run's cache again")
     raise typer.Exit(1 if problems else 0)
 
 
@@ -171,7 +174,7 @@ def merge(
 
     *sources, new = paths
     if len(sources) < 2:
-        raise UserError(f"{len(sources)} cache to merge and the new one's folder given: name two caches at least")
+        raise UserError("two caches at least and the new one's folder are needed: dspark cache merge PATH PATH NEW")
     with _progress("merging", as_json) as on_unit:
         sources = [cache_in(source) for source in sources]
         merge_caches(sources, new, unit_tokens=unit_tokens, max_bytes=max_bytes, on_unit=on_unit)
@@ -225,11 +228,22 @@ def cache_in(path: str) -> str:
 
 @contextmanager
 def _progress(what: str, quiet: bool) -> Iterator[Callable[[Any], None]]:
-    """A line of progress, told of each unit's commit record."""
+    """A line of progress, told of each unit's commit record.
+
+    Raises UserError for what the system refuses (a folder that cannot be made or written, a full disk).
+    """
+    from pipelines.errors import is_users_mistake
     from pipelines.progress import Reporter
 
     with Reporter(quiet=quiet).task(what, unit="tokens") as task:
-        yield lambda record: task.advance(record["tokens"], bytes_per_token=record["bytes"] / record["tokens"])
+        try:
+            yield lambda record: task.advance(record["tokens"], bytes_per_token=record["bytes"] / record["tokens"])
+        except OSError as error:
+            if is_users_mistake(error):
+                raise
+            raise UserError(
+                f"{what}: {error}; mend that, or give another folder, and the same command goes on from here"
+            ) from error
 
 
 def _print_made(path: str, as_json: bool) -> None:

@@ -32,7 +32,7 @@ def parts_of(cache: TargetCache, model: str, teacher: CodecSpec) -> TargetParts:
     if recorded and (found := hash_weights(Path(folder))) != recorded:
         raise UserError(
             f"--target {model}: its weights ({found}) are not those that {cache.folder} was recorded from "
-            f"({recorded}, {contract.get('target_name')})"
+            f"({recorded}); give --target {contract.get('target_name')}"
         )
     dtype = cache.manifest["fields"]["inputs"].get("dtype")
     target = Target.open(

@@ -16,7 +16,19 @@ import numpy as np
 import torch
 
 from storage.codecs import Codec, CodecSpec, TargetParts, TeacherRow, codec_class, fit_codec, fit_teacher
-from storage.commits import Root, create_or_resume, finish, load_codecs, write_unit
+from storage.commits import (
+    COMPLETE,
+    DATASET_INFO,
+    MANIFEST,
+    SAMPLES,
+    STATE,
+    Root,
+    create_or_resume,
+    finish,
+    load_codecs,
+    write_unit,
+)
+from storage.filesystems import TEMPORARY_SUFFIX, Folder
 from storage.identity import differences
 from storage.plan import DEFAULT_UNIT_TOKENS, CachePlan, Codecs
 from storage.read_ahead import ReadAhead
@@ -25,6 +37,7 @@ from storage.shards import checksum_of
 from storage.target_cache import TargetCache
 
 FIT_TOKENS = 8192  # tokens whose states a codec is fitted on
+ROOT_FILES = (MANIFEST, SAMPLES, COMPLETE, STATE, DATASET_INFO)
 COPIED_FIELDS = ("contract", "num_layers", "hidden_size", "teacher_scope")
 
 Source = TypeVar("Source")
@@ -69,6 +82,18 @@ def write_cache(
     return finish(root, notes)
 
 
+def require_own_folder(root: Root, *sources: Root) -> None:
+    """Raises ValueError for a new cache inside one that it is made from, or among other files."""
+    new = Folder(root)
+    for source in map(Folder, sources):
+        if f"{new.url}/".startswith(f"{source.url}/") and new.url != source.url:
+            raise ValueError(f"{new} lies inside {source}, whose files are all its own: give another folder")
+    files = new.files(recursive=False)
+    foreign = [name for name in files if name not in ROOT_FILES and not name.endswith(TEMPORARY_SUFFIX)]
+    if foreign and MANIFEST not in files:
+        raise ValueError(f"{new} holds other files ({', '.join(foreign[:3])}): give a new or an empty folder")
+
+
 def _encode(source: Any, index: int, *, encode: Encode[Any], codecs: Codecs) -> Mapping[str, Any]:
     return encode(source, index, codecs)
 
@@ -96,6 +121,7 @@ def recode(
     Raises:
         ValueError: nothing would change, or the source holds coordinates where states are needed.
     """
+    require_own_folder(root, source)
     cache = TargetCache.open(source)
     given = load_codecs(codecs_of) if codecs_of is not None else None
     if given is not None:
@@ -237,6 +263,7 @@ def merge(
     """
     if len(sources) < 2:
         raise ValueError(f"{len(sources)} cache given: merging takes at least two")
+    require_own_folder(root, *sources)
     caches = [TargetCache.open(source) for source in sources]
     first = caches[0]
     for other in caches[1:]:

@@ -132,8 +132,8 @@ class TargetCache:
         else:
             done, total = len(committed_units(opened)), opened.units
             raise CacheCorrupt(
-                f"{folder} is not finished ({done} of {total} units committed): resume the build, "
-                "or open it with partial=True to see the committed rows"
+                f"{folder} is not finished ({done} of {total} units committed): the command that builds it "
+                "goes on where it stopped; `dspark cache info` and `sample` show what is there (partial=True)"
             )
         return cls(
             opened,

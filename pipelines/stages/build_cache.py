@@ -56,6 +56,19 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
     return fields
 
 
+def check_codecs(settings: Settings) -> None:
+    """Raises UserError for an option that its codec does not have, or a value that it refuses."""
+    from storage.codecs import codec_class
+
+    cache = settings.cache
+    for part, name in (("features", cache.features_codec), ("teacher", cache.teacher_codec)):
+        if name != "auto":
+            try:
+                codec_class(name)(width=1024, settings=getattr(cache, f"{part}_options"))
+            except ValueError as error:
+                raise UserError(f"cache.{part}_options: {error}") from None
+
+
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `cache/`."""
     facts = examine_target(settings)

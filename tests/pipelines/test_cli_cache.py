@@ -78,7 +78,7 @@ def test_damage_is_listed_and_exits_with_1(imported: str, capsys: pytest.Capture
 
 def test_merge_joins_two_imports(imported: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dspark("cache", "merge", imported, str(tmp_path / "whole")) == 2
-    assert "name two caches at least" in capsys.readouterr().err
+    assert "two caches at least" in capsys.readouterr().err
     assert dspark("cache", "merge", imported, imported, str(tmp_path / "whole")) == 2
     assert "sample '0' is in" in capsys.readouterr().err
 
@@ -89,3 +89,26 @@ def test_a_wrong_codec_is_explained(imported: str, tmp_path: Path, capsys: pytes
     assert "no codec is named 'zip'; choose one of bf16" in capsys.readouterr().err
     assert dspark("cache", "recode", imported, new, "--features", "int8:steps=3") == 2
     assert "'steps=3' is not a setting of 'int8'; it has group" in capsys.readouterr().err
+
+
+def test_an_unfinished_cache_does_not_verify(imported: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (Path(imported) / "COMPLETE.json").unlink()
+    assert dspark("cache", "verify", imported) == 1
+    assert "the cache is not finished" in capsys.readouterr().out
+    assert dspark("cache", "recode", imported, str(tmp_path / "new"), "--features", "int8") == 2
+    assert "the command that builds it goes on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [("imported/inside", "lies inside"), ("taken", "holds other files (mine.txt)"), ("file", "Not a directory")],
+)
+def test_places_for_a_new_cache_that_are_refused(
+    imported: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, message: str
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "mine.txt").write_text("mine")
+    (tmp_path / "file").write_text("")
+    assert dspark("cache", "recode", imported, str(tmp_path / place), "--features", "int8", "--workers", "0") == 2
+    assert message in capsys.readouterr().err
+    assert dspark("cache", "verify", imported) == 0
