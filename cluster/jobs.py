@@ -31,6 +31,7 @@ from cluster.session import (
     reload_settings,
 )
 
+HEAD_PATIENCE = 120.0  # seconds for a head to be ready once it answers
 FINISHED = ("SUCCEEDED", "FAILED", "STOPPED")
 # What a checkout holds beside its sources, and what a job does not need.
 NOT_SENT = (".git", ".venv", ".engines", "runs", "models", "wandb", "**/__pycache__", "*.egg-info")
@@ -65,7 +66,16 @@ def submit(
     with _told(address, job):
         client = _client(address)
         logging.getLogger("ray").setLevel(logging.ERROR)  # it tells of every ignore file that it reads
-        return client.submit_job(entrypoint=command, submission_id=job, runtime_env=runtime)
+        until = time.monotonic() + HEAD_PATIENCE
+        while True:
+            try:
+                return client.submit_job(entrypoint=command, submission_id=job, runtime_env=runtime)
+            except (
+                RuntimeError
+            ) as error:  # a head answers before the agent that starts jobs does; nothing was submitted
+                if "No available agent" not in str(error) or time.monotonic() > until:
+                    raise
+            time.sleep(1)
 
 
 def status(job: str, *, address: str) -> str:

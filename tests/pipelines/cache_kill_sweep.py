@@ -4,10 +4,10 @@
 
 1. A toy target answers its prompts once; from these conversations one cache is built undisturbed.
 2. From the same conversations caches are built with `dspark cache` and two Ray workers. `kill -9` meets the driver, at
-   moments drawn uniformly over the time that the undisturbed build took, or one of the workers, at moments drawn
-   uniformly over the time that these had been there, in turn. A worker's death leaves the driver at work, and the next
-   kill follows; the driver's is followed by a new start at once, whatever still runs below it. After four kills a build
-   is left alone, started again if need be.
+   moments drawn uniformly over what is left of the time that the undisturbed build took, or one of the workers, drawn in
+   the same way over the time that these had been there, in turn. A worker's death leaves the driver at work, and the
+   next kill follows; the driver's is followed by a new start at once, whatever still runs below it. After four kills a
+   build is left alone, started again if need be.
 3. A reader opens the cache all the while and compares each row that it sees with the undisturbed one, byte for byte.
    The finished folder must equal the undisturbed one in every file, and verify.
 """
@@ -168,21 +168,22 @@ def sweep(folder: Path, wanted: int, seed: int, limit: float) -> dict[str, Any]:
         shutil.copytree(answered, run)
         reader = Reader(run / "cache", reference)
         reader.start()
-        process = start(config, run, "cache")
+        process, started = start(config, run, "cache"), time.monotonic()
         for number in range(KILLS_A_BUILD):
             if is_finished(run / "cache"):
                 break
             if process.poll() is not None:  # it gave up: too many deaths met one unit
                 totals["starts_that_gave_up"] += process.returncode != 0
-                process = start(config, run, "cache")
+                process, started = start(config, run, "cache"), time.monotonic()
             victim = ("driver", "worker")[(totals["builds"] + number) % 2]
-            if not kill(process, victim, random.uniform(0, seconds[victim])):
+            left = max(1.0, seconds[victim] - (time.monotonic() - started))
+            if not kill(process, victim, random.uniform(0, left)):
                 continue
             kills[victim] += 1
             met[progress(run / "cache")] += 1
             if victim == "driver":
                 process.wait()
-                process = start(config, run, "cache")
+                process, started = start(config, run, "cache"), time.monotonic()
         process.communicate()
         if process.returncode:
             totals["starts_that_gave_up"] += 1
