@@ -4,8 +4,8 @@
 
 1. A toy target answers its prompts once; from these conversations one cache is built undisturbed.
 2. From the same conversations caches are built with `dspark cache` and two Ray workers. `kill -9` meets the driver, at
-   moments drawn uniformly over what is left of the time that the undisturbed build took, or one of the workers, drawn in
-   the same way over the time that these had been there, in turn. A worker's death leaves the driver at work, and the
+   moments drawn uniformly over what is left of the time that the undisturbed build took, or one of the workers, drawn
+   in the same way over the time that these had been there, in turn. A worker's death leaves the driver at work, and the
    next kill follows; the driver's is followed by a new start at once, whatever still runs below it. After four kills a
    build is left alone, started again if need be.
 3. A reader opens the cache all the while and compares each row that it sees with the undisturbed one, byte for byte.
