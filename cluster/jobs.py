@@ -70,9 +70,8 @@ def submit(
         while True:
             try:
                 return client.submit_job(entrypoint=command, submission_id=job, runtime_env=runtime)
-            except (
-                RuntimeError
-            ) as error:  # a head answers before the agent that starts jobs does; nothing was submitted
+            except RuntimeError as error:
+                # A head answers before the agent that starts jobs does; nothing was submitted.
                 if "No available agent" not in str(error) or time.monotonic() > until:
                     raise
             time.sleep(1)

@@ -8,7 +8,7 @@
    in the same way over the time that these had been there, in turn. A worker's death leaves the driver at work, and the
    next kill follows; the driver's is followed by a new start at once, whatever still runs below it. After four kills a
    build is left alone, started again if need be.
-3. A reader opens the cache all the while and compares each row that it sees with the undisturbed one, byte for byte.
+3. A reader opens the cache all the while and compares each row that it sees with the undisturbed one by its verified checksum.
    The finished folder must equal the undisturbed one in every file, and verify.
 """
 
@@ -49,7 +49,7 @@ class Reader(threading.Thread):
     def __init__(self, root: Path, calm: TargetCache) -> None:
         super().__init__(daemon=True)
         self._root, self._ended = root, threading.Event()
-        self._rows = {calm.sample_ids[index]: _digest(calm, index) for index in range(len(calm))}
+        self._rows = {calm.sample_ids[index]: calm.raw_row(index)["checksum"] for index in range(len(calm))}
         self.opens = self.rows = 0
         self.wrong: list[str] = []
         self.failure: BaseException | None = None
@@ -69,7 +69,7 @@ class Reader(threading.Thread):
             self.opens += 1
             for index, sample_id in enumerate(cache.sample_ids):
                 self.rows += 1
-                if _digest(cache, index) != self._rows[sample_id]:
+                if cache.raw_row(index)["checksum"] != self._rows[sample_id]:
                     self.wrong.append(sample_id)
 
     def end(self) -> None:
@@ -77,14 +77,6 @@ class Reader(threading.Thread):
         self.join()
         if self.failure is not None:
             raise self.failure
-
-
-def _digest(cache: TargetCache, index: int) -> str:
-    """Of a row as it is stored."""
-    parts = hashlib.sha256()
-    for name, value in sorted(cache.raw_row(index).items()):
-        parts.update(name.encode() + (value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()))
-    return parts.hexdigest()
 
 
 def kill(process: Popen[str], victim: str, moment: float) -> bool:
