@@ -8,8 +8,8 @@
    in the same way over the time that these had been there, in turn. A worker's death leaves the driver at work, and the
    next kill follows; the driver's is followed by a new start at once, whatever still runs below it. After four kills a
    build is left alone, started again if need be.
-3. A reader opens the cache all the while and compares each row that it sees with the undisturbed one by its verified checksum.
-   The finished folder must equal the undisturbed one in every file, and verify.
+3. A reader opens the cache all the while and compares each row that it sees with the undisturbed one by its verified
+   checksum. The finished folder must equal the undisturbed one in every file, and verify.
 """
 
 from __future__ import annotations
