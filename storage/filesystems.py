@@ -11,6 +11,7 @@ Credentials come from the environment as the stores' own tools read them. `AWS_E
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -233,6 +234,30 @@ class Folder:
         while not path.exists():
             path = path.parent
         return shutil.disk_usage(path).free
+
+    @contextmanager
+    def only_writer(self) -> Iterator[None]:
+        """Make a local folder, and keep other processes that ask for the same out of it for the length of the block.
+
+        ValueError while another one writes there. The kernel gives the lock back when its holder ends, however it
+        ends; an object store has none, and neither have some network file systems.
+        """
+        if not self.is_local:
+            yield
+            return
+        self.make()
+        handle = os.open(self.local_path(), os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise ValueError(f"another process is writing to {self}: wait for it, or give another folder") from None
+        except OSError:  # no locks on folders here
+            pass
+        try:
+            yield
+        finally:
+            os.close(handle)
 
     def remove_dead_temporaries(self, *, everything: bool = False) -> list[str]:
         """Remove temporary files whose writer is gone (or all of them, when nobody else can be writing)."""

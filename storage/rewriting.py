@@ -61,25 +61,26 @@ def write_cache(
 
     `workers` processes read and encode (none: this one does); `source` and `encode` are then pickled, and `cost` bounds
     the bytes of a row on the way. `on_unit` is called with each unit's commit record, those that an earlier process
-    wrote included.
+    wrote included. ValueError while another process does the same in this folder.
     """
-    done = create_or_resume(root, plan, codecs)
-    left = [unit for unit in range(len(plan.units)) if unit not in done]
-    indices = (row for unit in left for row in range(*plan.units[unit]))
-    work = partial(_encode, encode=encode, codecs=load_codecs(root))
-    rows: Iterator[Any]
-    if workers and left:
-        rows = ReadAhead(source, indices, work, cost=cost, workers=workers)
-    else:
-        rows = (work(source, index) for index in indices)
-    for unit, (start, stop) in enumerate(plan.units):
-        given = iter(()) if unit in done else islice(rows, stop - start)
-        record = write_unit(root, unit, given, max_bytes=plan.max_bytes)
-        if on_unit is not None:
-            on_unit(record)
-    if isinstance(rows, ReadAhead):
-        rows.close()
-    return finish(root, notes)
+    with Folder(root).only_writer():
+        done = create_or_resume(root, plan, codecs)
+        left = [unit for unit in range(len(plan.units)) if unit not in done]
+        indices = (row for unit in left for row in range(*plan.units[unit]))
+        work = partial(_encode, encode=encode, codecs=load_codecs(root))
+        rows: Iterator[Any]
+        if workers and left:
+            rows = ReadAhead(source, indices, work, cost=cost, workers=workers)
+        else:
+            rows = (work(source, index) for index in indices)
+        for unit, (start, stop) in enumerate(plan.units):
+            given = iter(()) if unit in done else islice(rows, stop - start)
+            record = write_unit(root, unit, given, max_bytes=plan.max_bytes)
+            if on_unit is not None:
+                on_unit(record)
+        if isinstance(rows, ReadAhead):
+            rows.close()
+        return finish(root, notes)
 
 
 def require_own_folder(root: Root, *sources: Root) -> None:

@@ -101,6 +101,20 @@ def test_recoding_goes_on_where_it_stopped(exact: Path, tmp_path: Path) -> None:
         recode(exact, tmp_path / "new", features=TRANSFORM)
 
 
+def test_two_at_once_do_not_write_to_one_folder(exact: Path, tmp_path: Path) -> None:
+    def another(_: object) -> None:
+        with pytest.raises(ValueError, match="another process is writing"):
+            recode(exact, tmp_path / "new", features=INT8)
+        refused.append(True)
+
+    refused: list[bool] = []
+    recode(exact, tmp_path / "new", features=INT8, on_unit=another)
+    assert refused
+    recode(exact, tmp_path / "straight", features=INT8)
+    assert folder_bytes(tmp_path / "new") == folder_bytes(tmp_path / "straight")
+    recode(exact, tmp_path / "new", features=INT8)  # the lock went with its holder
+
+
 def test_what_cannot_be_recoded_says_why(exact: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing would change"):
         recode(exact, tmp_path / "new")
