@@ -26,6 +26,7 @@ from cluster.session import (
     LOOPBACK,
     LOOPBACK_ENVIRONMENT,
     QUIET_ENVIRONMENT,
+    end_orphans,
     environment,
     private_token,
     reload_settings,
@@ -141,7 +142,7 @@ def start_head(*, num_cpus: int = 2, object_store_bytes: int = 200 * 1024**2, ti
     """A head of this process's own on loopback, with free ports, a fresh token and a folder that goes with it.
 
     The token's variables are set in this process for the body. It is `ray start --head --block` in a process group of
-    its own, ended by its id: `ray stop` would end every Ray on the machine.
+    its own, ended by its id, and jobs that still run end with it: `ray stop` would end every Ray on the machine.
 
     Raises:
         TimeoutError: it did not answer in `timeout` seconds; the message ends with what it printed.
@@ -168,6 +169,7 @@ def start_head(*, num_cpus: int = 2, object_store_bytes: int = 200 * 1024**2, ti
             process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent
             )
+        stack.callback(end_orphans, directory)  # jobs have process groups of their own
         stack.callback(_end, process)
         jobs_address = f"http://{LOOPBACK}:{dashboard}"
         _await_head(process, jobs_address, output, timeout)

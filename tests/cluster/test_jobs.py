@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -30,6 +31,17 @@ def head() -> Iterator[jobs.Head]:
 
 def python(text: str) -> str:
     return shlex.join([sys.executable, "-c", text])
+
+
+def sleeping_job(address: str) -> tuple[str, psutil.Process]:
+    """A job that runs until it is stopped, and its process."""
+    text = "import os, time; print('process', os.getpid(), flush=True); time.sleep(600)"
+    job, said = jobs.submit(python(text), address=address), ""
+    for more in jobs.logs(job, address=address, follow=True):
+        said += more
+        if found := re.search(r"^process (\d+)$", said, re.MULTILINE):
+            return job, psutil.Process(int(found[1]))
+    raise AssertionError(f"the job ended: {said}")
 
 
 def test_a_job_runs_in_its_folder_and_its_output_comes_back(head: jobs.Head, tmp_path: Path):
@@ -61,9 +73,7 @@ def test_a_driver_connects_by_address(head: jobs.Head):
 
 def test_stopping_and_failing(head: jobs.Head):
     address = head.jobs_address
-    job = jobs.submit(python("print('here', flush=True); import time; time.sleep(600)"), address=address)
-    follow = jobs.logs(job, address=address, follow=True)
-    assert "here" in next(follow)
+    job, _ = sleeping_job(address)
     assert jobs.status(job, address=address) == "RUNNING"
     assert jobs.stop(job, address=address) is True
     assert jobs.wait(job, address=address, timeout=60) == "STOPPED"
@@ -73,6 +83,13 @@ def test_stopping_and_failing(head: jobs.Head):
     assert "3" in jobs.message(failing, address=address)
     with pytest.raises(jobs.JobError, match="the-failing-one"):
         jobs.submit(python("pass"), address=address, job="the-failing-one")
+
+
+def test_a_running_job_ends_with_its_head():
+    with jobs.start_head(num_cpus=1) as started:
+        _, process = sleeping_job(started.jobs_address)
+    _, alive = psutil.wait_procs([process], timeout=5)
+    assert alive == []
 
 
 def test_mistakes_are_explained(head: jobs.Head):
