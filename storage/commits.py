@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from os import PathLike
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -294,17 +294,10 @@ def _require(opened: Opened, needed: int, max_bytes: int | None, what: str) -> N
             )
 
 
-def _check_written(stream: Any, written: Mapping[str, Any], name: str) -> None:
-    """Read a local temporary file back before it gets its name."""
-    path = getattr(stream, "name", None)
-    if not isinstance(path, str):
-        return
-    stream.flush()
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    if digest.hexdigest() != written["sha256"]:
+def _check_written(stream: IO[bytes], written: Mapping[str, Any], name: str) -> None:
+    """Read a temporary file back before it gets its name."""
+    stream.seek(0)
+    if hashlib.file_digest(stream, "sha256").hexdigest() != written["sha256"]:  # type: ignore[arg-type]
         raise CacheCorrupt(f"{name}: the bytes read back are not those written; check the disk")
 
 

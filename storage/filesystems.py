@@ -173,7 +173,7 @@ class Folder:
 
     @contextmanager
     def writer(self, name: str) -> Iterator[IO[bytes]]:
-        """A stream whose bytes appear as `name` when the block ends without an error, and never otherwise."""
+        """A stream, readable too, whose bytes appear as `name` when the block ends without an error, and never else."""
         if not self.is_local:
             with self._spooled(name) as spool:
                 yield spool
@@ -183,7 +183,7 @@ class Folder:
         temporary = final.with_name(temporary_name(final.name))
         try:
             with full_disk_named(str(final)):
-                with open(temporary, "xb") as file:
+                with open(temporary, "x+b") as file:
                     yield file
                     file.flush()
                     os.fsync(file.fileno())
@@ -195,31 +195,30 @@ class Folder:
 
     @contextmanager
     def _spooled(self, name: str) -> Iterator[IO[bytes]]:
-        """A local temporary file that is uploaded at the end."""
+        """A local file without a name, which a killed process leaves nothing of, uploaded at the end."""
         where = f"{tempfile.gettempdir()}, the way to {self.describe(name)} (TMPDIR names another folder)"
-        with full_disk_named(where), tempfile.NamedTemporaryFile(prefix="dspark-upload-") as spool:
+        with full_disk_named(where), tempfile.TemporaryFile() as spool:
             yield spool
-            spool.flush()
             size = spool.tell()
             # Half an upload may be forgotten by the store: "not found" is then no last word.
-            self._patiently(name, lambda: self._upload(name, spool.name), lasting=(PermissionError,))
+            self._patiently(name, lambda: self._upload(name, spool), lasting=(PermissionError,))
         if self.size(name) != size:
             raise OSError(f"{self.describe(name)}: {self.size(name)} bytes arrived of {size}; start again")
 
-    def _upload(self, name: str, path: str) -> None:
-        with open(path, "rb") as source:
-            stream = self._fs.open_output_stream(self.full(name))
-            try:
-                while piece := source.read(CHUNK):
-                    stream.write(piece)
+    def _upload(self, name: str, source: IO[bytes]) -> None:
+        source.seek(0)
+        stream = self._fs.open_output_stream(self.full(name))
+        try:
+            while piece := source.read(CHUNK):
+                stream.write(piece)
+            stream.close()
+        except OSError:
+            # Dropping the stream completes the upload with what arrived.
+            with suppress(OSError):
                 stream.close()
-            except OSError:
-                # Dropping the stream completes the upload with what arrived.
-                with suppress(OSError):
-                    stream.close()
-                with suppress(OSError):
-                    self._fs.delete_file(self.full(name))
-                raise
+            with suppress(OSError):
+                self._fs.delete_file(self.full(name))
+            raise
 
     def remove(self, name: str) -> None:
         """Remove a file; nothing happens if it is not there."""
