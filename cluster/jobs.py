@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from cluster.session import (
     LOOPBACK,
     LOOPBACK_ENVIRONMENT,
     QUIET_ENVIRONMENT,
-    end_orphans,
     environment,
     private_token,
     reload_settings,
@@ -169,7 +170,6 @@ def start_head(*, num_cpus: int = 2, object_store_bytes: int = 200 * 1024**2, ti
             process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent
             )
-        stack.callback(end_orphans, directory)  # jobs have process groups of their own
         stack.callback(_end, process)
         jobs_address = f"http://{LOOPBACK}:{dashboard}"
         _await_head(process, jobs_address, output, timeout)
@@ -202,12 +202,19 @@ def _die_with_parent() -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the head, which Ray's processes do not outlive, and whatever is left of its process group."""
+    """End the head, which Ray's processes do not outlive, and whatever is left below it.
+
+    Jobs have process groups of their own, and what watches them ends with the head.
+    """
+    below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(5.0)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    for left in below:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left.kill()
     process.wait()
 
 

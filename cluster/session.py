@@ -280,13 +280,13 @@ def _sweep() -> None:
         try:
             with open(folder / "lock") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                end_orphans(folder)
+                _end_orphans(folder)
                 shutil.rmtree(folder, ignore_errors=True)
         except OSError:
             continue
 
 
-def end_orphans(folder: Path, patience: float = 30.0) -> None:
+def _end_orphans(folder: Path, patience: float = 30.0) -> None:
     """End the processes of a dead session, and wait until they are gone.
 
     They are those that hold one of its logs open for writing: neither their parents nor their environments, which
