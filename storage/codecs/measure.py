@@ -48,7 +48,7 @@ def measure(codec: Codec, sample: Sample, *, layers: int = 1) -> dict[str, Any]:
         return found
     found["snr_db"] = _finite(snr_db(a, b))
     found["largest_error"] = float(f"{(a - b).abs().max().item():.6g}")
-    if codec.out_width == codec.width and layers > 1:
+    if codec.projection is None and layers > 1:
         found["snr_db_by_layer"] = [_finite(snr_db(x, y)) for x, y in _by_layer(a, b, layers)]
     return found
 

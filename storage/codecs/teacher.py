@@ -63,9 +63,9 @@ class _TopCorrected(Codec):
         tensors: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         super().__init__(width=width, settings=settings, tensors=tensors)
-        for name in ("top", "resolution"):
-            if not 0 <= self.settings[name] <= 1024:
-                raise ValueError(f"codec {self.name!r}: {name} = {self.settings[name]}, it must lie in 0..1024")
+        for name, least in (("top", 0), ("resolution", 1)):
+            if not least <= self.settings[name] <= 1024:
+                raise ValueError(f"codec {self.name!r}: {name} = {self.settings[name]}, it must lie in {least}..1024")
         self.coarse = Transform(width=width, settings=self._coarse_settings(self.settings), tensors=self.tensors)
 
     @classmethod

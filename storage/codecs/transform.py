@@ -240,7 +240,7 @@ def _apply(matrix: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     if matrix.ndim == 2:
         return values @ matrix.t()
     parts = values.reshape(len(values), len(matrix), matrix.shape[2]).transpose(0, 1)
-    return torch.bmm(parts, matrix.transpose(1, 2)).transpose(0, 1).reshape(len(values), -1)
+    return torch.bmm(parts, matrix.transpose(1, 2)).transpose(0, 1).flatten(1)
 
 
 def _diagonal_blocks(matrix: torch.Tensor, blocks: int) -> torch.Tensor:

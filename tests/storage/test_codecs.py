@@ -45,11 +45,14 @@ def test_exact_codecs_return_every_bit(name: str) -> None:
     assert torch.equal(again.view(torch.int16), bits)
 
 
-@pytest.mark.parametrize("name", STATES)
+FORMS = [(name, {}) for name in STATES] + [("transform", {"decorrelate": kind}) for kind in ("none", "layer")]
+
+
+@pytest.mark.parametrize(("name", "options"), FORMS)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("rows", [1, 2, 79])
-def test_round_trip_after_saving(name: str, first: bool, rows: int) -> None:
-    codec = fitted(name)
+def test_round_trip_after_saving(name: str, options: dict[str, str], first: bool, rows: int) -> None:
+    codec = fitted(name, **options)
     values = sequences(seed=3)[0][0][:rows] if first else sequences(seed=3)[0][0][1 : rows + 1]
     description, tensors = dump_codec(codec)
     loaded = load_codec(description, tensors)
