@@ -8,8 +8,8 @@
    in the same way over the time that these had been there, in turn. A worker's death leaves the driver at work, and the
    next kill follows; the driver's is followed by a new start at once, whatever still runs below it. After four kills a
    build is left alone, started again if need be.
-3. A reader opens the cache all the while and compares each row that it sees with the undisturbed one by its verified
-   checksum. The finished folder must equal the undisturbed one in every file, and verify.
+3. A reader opens the cache all the while and compares each row, once it sees it, with the undisturbed one by its
+   verified checksum. The finished folder must equal the undisturbed one in every file, and verify.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from storage.target_cache import TargetCache, is_finished, verify
 
 KILLS_A_BUILD = 4
 WORKER = "ray::_Host"  # what Ray calls the process of a pool's actor
-PROMPTS = {"train": 160, "calibration": 1, "evaluation": 1}
+PROMPTS = {"train": 800, "calibration": 1, "evaluation": 1}
 
 
 class Reader(threading.Thread):
@@ -50,7 +50,8 @@ class Reader(threading.Thread):
         super().__init__(daemon=True)
         self._root, self._ended = root, threading.Event()
         self._rows = {calm.sample_ids[index]: calm.raw_row(index)["checksum"] for index in range(len(calm))}
-        self.opens = self.rows = 0
+        self._seen: set[str] = set()
+        self.opens = 0
         self.wrong: list[str] = []
         self.failure: BaseException | None = None
 
@@ -68,9 +69,14 @@ class Reader(threading.Thread):
                 continue
             self.opens += 1
             for index, sample_id in enumerate(cache.sample_ids):
-                self.rows += 1
-                if cache.raw_row(index)["checksum"] != self._rows[sample_id]:
+                if sample_id not in self._seen and cache.raw_row(index)["checksum"] != self._rows[sample_id]:
                     self.wrong.append(sample_id)
+                self._seen.add(sample_id)
+
+    @property
+    def rows(self) -> int:
+        """How many different rows it has read."""
+        return len(self._seen)
 
     def end(self) -> None:
         self._ended.set()
