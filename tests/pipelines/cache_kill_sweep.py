@@ -6,7 +6,7 @@
 2. From the same conversations caches are built with `dspark cache` and two Ray workers. `kill -9` meets the driver, at
    moments drawn uniformly over what is left of the time that the undisturbed build took, or one of the workers, drawn
    in the same way over the time that these had been there, in turn. A worker's death leaves the driver at work, and the
-   next kill follows; the driver's is followed by a new start at once, whatever still runs below it. After four kills a
+   next kill follows; the driver's is followed by a new start at once, whatever still runs below it. After ten kills a
    build is left alone, started again if need be.
 3. A reader opens the cache all the while and compares each row, once it sees it, with the undisturbed one by its
    verified checksum. The finished folder must equal the undisturbed one in every file, and verify.
@@ -38,9 +38,9 @@ from pipelines.data.gguf_file import convert_llama
 from pipelines.provenance import collect
 from storage.target_cache import TargetCache, is_finished, verify
 
-KILLS_A_BUILD = 4
+KILLS_A_BUILD = 10
 WORKER = "ray::_Host"  # what Ray calls the process of a pool's actor
-PROMPTS = {"train": 800, "calibration": 1, "evaluation": 1}
+PROMPTS = {"train": 500, "calibration": 1, "evaluation": 1}
 
 
 class Reader(threading.Thread):
