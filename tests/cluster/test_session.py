@@ -86,7 +86,7 @@ def test_two_at_once_and_the_remains_of_a_killed_one():
     working = [process for process in below if process.name() not in ("ray::DashboardAgent", "ray::RuntimeEnvAgent")]
     holders[0].send_signal(signal.SIGKILL)
     holders[0].wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while (alive := [p for p in working if runs(p)]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert alive == [], "a killed driver takes its cluster with it"

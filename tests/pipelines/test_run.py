@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -207,9 +206,7 @@ def test_two_runs_in_one_directory_are_refused_and_a_killed_one_frees_it(tmp_pat
             do(settings(tmp_path))
         os.kill(holder.pid, signal.SIGKILL)
         holder.wait()
-        started = time.monotonic()
         assert do(settings(tmp_path)) == ["first", "second", "third"]
-        assert time.monotonic() - started < 5
     finally:
         holder.kill()
         holder.wait()
