@@ -4,10 +4,10 @@
 
 1. A toy target answers its prompts once; from these conversations one cache is built undisturbed.
 2. From the same conversations caches are built with `dspark cache` and two Ray workers. `kill -9` meets the driver, at
-   moments drawn uniformly over what is left of the time that the undisturbed build took, or one of the workers, drawn
-   in the same way over the time that these had been there, in turn. A worker's death leaves the driver at work, and the
-   next kill follows; the driver's is followed by a new start at once, whatever still runs below it. After ten kills a
-   build is left alone, started again if need be.
+   moments drawn uniformly over the time that what is left of the build should take, by the undisturbed one, or one of
+   the workers, drawn in the same way over their part of that time, in turn. A worker's death leaves the driver at work,
+   and the next kill follows; the driver's is followed by a new start at once, whatever still runs below it. After ten
+   kills a build is left alone, started again if need be.
 3. A reader opens the cache all the while and compares each row, once it sees it, with the undisturbed one by its
    verified checksum. The finished folder must equal the undisturbed one in every file, and verify.
 """
@@ -107,7 +107,7 @@ def _workers(driver: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in driver.children(recursive=True):
         try:
-            if child.name().startswith(WORKER) or (child.cmdline()[:1] and child.cmdline()[0].startswith(WORKER)):
+            if any(name.startswith(WORKER) for name in (child.name(), *child.cmdline()[:1])):
                 found.append(child)
         except psutil.NoSuchProcess:
             continue
@@ -123,6 +123,14 @@ def progress(root: Path) -> str:
     units = json.loads((root / "manifest.json").read_text())["units"]
     committed = len(list((root / "commits").glob("unit-*.json"))) if (root / "commits").exists() else 0
     return "all units committed" if committed == units else f"some of {units} units committed" if committed else "none"
+
+
+def units_left(root: Path) -> float:
+    """The share of the units that are not committed."""
+    if not (root / "manifest.json").exists():
+        return 1.0
+    units = json.loads((root / "manifest.json").read_text())["units"]
+    return 1 - len(list((root / "commits").glob("unit-*.json"))) / units
 
 
 def digests(root: Path) -> dict[str, str]:
@@ -166,22 +174,25 @@ def sweep(folder: Path, wanted: int, seed: int, limit: float) -> dict[str, Any]:
         shutil.copytree(answered, run)
         reader = Reader(run / "cache", reference)
         reader.start()
-        process, started = start(config, run, "cache"), time.monotonic()
+        process, starting = start(config, run, "cache"), True
         for number in range(KILLS_A_BUILD):
             if is_finished(run / "cache"):
                 break
             if process.poll() is not None:  # it gave up: too many deaths met one unit
                 totals["starts_that_gave_up"] += process.returncode != 0
-                process, started = start(config, run, "cache"), time.monotonic()
+                process, starting = start(config, run, "cache"), True
             victim = ("driver", "worker")[(totals["builds"] + number) % 2]
-            left = max(1.0, seconds[victim] - (time.monotonic() - started))
-            if not kill(process, victim, random.uniform(0, left)):
+            ahead = seconds["worker"] * units_left(run / "cache")
+            if starting and victim == "driver":
+                ahead += seconds["driver"] - seconds["worker"]
+            if not kill(process, victim, random.uniform(0, max(1.0, ahead))):
                 continue
             kills[victim] += 1
             met[progress(run / "cache")] += 1
-            if victim == "driver":
+            starting = victim == "driver"
+            if starting:
                 process.wait()
-                process, started = start(config, run, "cache"), time.monotonic()
+                process = start(config, run, "cache")
         process.communicate()
         if process.returncode:
             totals["starts_that_gave_up"] += 1
