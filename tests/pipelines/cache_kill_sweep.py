@@ -7,7 +7,7 @@
    moments drawn uniformly over the time that what is left of the build should take, by the undisturbed one, or one of
    the workers, drawn in the same way over their part of that time, in turn. A worker's death leaves the driver at work,
    and the next kill follows; the driver's is followed by a new start at once, whatever still runs below it. After ten
-   kills a build is left alone, started again if need be.
+   kills, or at every other one once all units are committed, a build is left alone, started again if need be.
 3. A reader opens the cache all the while and compares each row, once it sees it, with the undisturbed one by its
    verified checksum. The finished folder must equal the undisturbed one in every file, and verify.
 """
@@ -176,7 +176,7 @@ def sweep(folder: Path, wanted: int, seed: int, limit: float) -> dict[str, Any]:
         reader.start()
         process, starting = start(config, run, "cache"), True
         for number in range(KILLS_A_BUILD):
-            if is_finished(run / "cache"):
+            if is_finished(run / "cache") or (number and not units_left(run / "cache") and random.random() < 0.5):
                 break
             if process.poll() is not None:  # it gave up: too many deaths met one unit
                 totals["starts_that_gave_up"] += process.returncode != 0
