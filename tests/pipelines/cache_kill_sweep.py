@@ -86,18 +86,17 @@ class Reader(threading.Thread):
 
 
 def kill(process: Popen[str], victim: str, moment: float) -> bool:
-    """Kill the driver so many seconds from now, or one of its workers as long after there are any.
+    """Kill the driver so many seconds from now, or one of its workers once there have been any for so long in all.
 
     False if the build ended before that.
     """
-    driver, began = psutil.Process(process.pid), time.monotonic()
+    driver, waited, before = psutil.Process(process.pid), 0.0, time.monotonic()
     while process.poll() is None:
-        workers = _workers(driver) if victim == "worker" else [driver]
-        if not workers:
-            began = time.monotonic()
-        elif time.monotonic() - began >= moment:
+        victims, now = _workers(driver) if victim == "worker" else [driver], time.monotonic()
+        waited, before = waited + (now - before if victims else 0.0), now
+        if victims and waited >= moment:
             with suppress(psutil.NoSuchProcess):
-                workers[int(moment * 1000) % len(workers)].kill()
+                victims[int(moment * 1000) % len(victims)].kill()
                 return True
         time.sleep(0.01)
     return False
@@ -141,14 +140,14 @@ def digests(root: Path) -> dict[str, str]:
 
 def _undisturbed(process: Popen[str]) -> dict[str, float]:
     """How long a build took, and how long of that there were workers."""
-    began, driver = time.monotonic(), psutil.Process(process.pid)
-    seen: list[float] = []
+    began, driver, present = time.monotonic(), psutil.Process(process.pid), 0.0
+    before = began
     while process.poll() is None:
-        if _workers(driver):
-            seen.append(time.monotonic())
+        now = time.monotonic()
+        present, before = present + (now - before if _workers(driver) else 0.0), now
         time.sleep(0.01)
     assert process.returncode == 0
-    return {"driver": time.monotonic() - began, "worker": seen[-1] - seen[0]}
+    return {"driver": time.monotonic() - began, "worker": present}
 
 
 def sweep(folder: Path, wanted: int, seed: int, limit: float) -> dict[str, Any]:
