@@ -155,8 +155,9 @@ class CaptureWorker:
         ]
 
     def capture(self, rows: Sequence[Conversation]) -> list[CacheRow]:
-        """Exact states of all these rows at once; of a sample, that is."""
-        return [row for batch in _batches(rows, self._budget) for row in self._forward(batch)]
+        """Exact states of all these rows at once, in their order; of a sample, that is."""
+        found = {row.sample_id: row for batch in _batches(rows, self._budget) for row in self._forward(batch)}
+        return [found[row.sample_id] for row in rows]
 
     def _fit(self, unit: FitUnit) -> Codecs:
         plan, rows = unit.plan, self.capture(unit.rows)

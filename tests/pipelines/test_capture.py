@@ -77,6 +77,15 @@ def test_batched_rows_equal_rows_alone(tmp_path: Path, settings: Any) -> None:
         torch.testing.assert_close(stored.last_states, last, rtol=2**-7, atol=1e-3)
 
 
+def test_a_sample_is_captured_in_its_order(tmp_path: Path, settings: Any) -> None:
+    rows = conversations()
+    assert [len(row.input_ids) for row in rows] != sorted(
+        len(row.input_ids) for row in rows
+    )  # batches are of like length
+    captured = CaptureWorker(settings, examine_target(settings), str(tmp_path / "cache")).capture(rows)
+    assert [(row.sample_id, list(row.input_ids)) for row in captured] == [(r.sample_id, r.input_ids) for r in rows]
+
+
 def test_a_fitted_cache_is_the_same_each_time(tmp_path: Path, settings: Any) -> None:
     once, again = (build(tmp_path / name, settings, "transform").content_hash() for name in ("once", "again"))
     assert once == again

@@ -31,7 +31,10 @@ PROMPTS = {"train": 8, "calibration": 3, "evaluation": 3}
 def write_config(folder: Path, target: Path, prompts: dict[str, int] = PROMPTS, cache_workers: int = 1) -> Path:
     """Prompts of three splits and a settings file for the toy target, cut into many small work units."""
     for split, count in prompts.items():
-        rows = ({"id": f"{split}-{i}", "domain": "ab"[i % 2], "turns": [f"{split} {i}?"]} for i in range(count))
+        rows = (
+            {"id": f"{split}-{i}", "domain": "ab"[i % 2], "turns": [f"{split} {'!' * (i % 5)}{i}?"]}
+            for i in range(count)
+        )
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {
         "extends": str(ROOT / "configs" / "tiny.yaml"),
