@@ -44,15 +44,12 @@ def stages_left(run: Run, wanted: Sequence[str]) -> list[str]:
 def check_workers(settings: Settings, stages: Sequence[str]) -> None:
     """Raises for what no worker could do.
 
-    That is a codec without the option set, a drafter that the target cannot have, an attention that it lacks, machines
-    without room or GPU.
+    That is a drafter that the target cannot have, an attention that it lacks, machines without room or GPU.
     """
     from dspark.target_checks import require_device
-    from pipelines.stages.build_cache import check_codecs
     from pipelines.target_facts import examine_target
     from pipelines.training.task import drafter_config
 
-    check_codecs(settings)
     facts = examine_target(settings)
     drafter_config(settings, facts)
     if "pilot" in stages:

@@ -112,8 +112,17 @@ class CacheSettings(Section):
     @model_validator(mode="after")
     def _options_have_their_codec(self) -> CacheSettings:
         for part in ("features", "teacher"):
-            if getattr(self, f"{part}_codec") == "auto" and getattr(self, f"{part}_options"):
+            name, options = getattr(self, f"{part}_codec"), getattr(self, f"{part}_options")
+            if not options:
+                continue
+            if name == "auto":
                 raise ValueError(f"cache.{part}_options are for a codec by name, but cache.{part}_codec is auto")
+            from storage.codecs import codec_class  # here: it takes torch, which most settings files need not load
+
+            try:
+                codec_class(name).complete(options)
+            except ValueError as error:
+                raise ValueError(f"cache.{part}_options: {error}") from None
         return self
 
 

@@ -45,13 +45,16 @@ JUDGED_POSITIONS = 4096  # of the teacher, on which its codecs are measured
 
 @dataclass(frozen=True, kw_only=True)
 class CodecSpec:
-    """A codec asked for: its name and settings. Part of the cache's identity; what was fitted is not."""
+    """A codec asked for: its name and settings. Part of the cache's identity; what was fitted is not.
+
+    ValueError for a name that there is not, and a setting or value that the codec does not have.
+    """
 
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        codec_class(self.name)
+        codec_class(self.name).complete(self.settings)
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "settings": {**codec_class(self.name).defaults, **self.settings}}

@@ -7,6 +7,7 @@ then the first row (shared: nothing; inline: its values), then the body with the
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,18 @@ import torch
 
 Sample = Sequence[tuple[torch.Tensor, bool]]
 """Sequences to fit and measure on: (values [R, W], whether row 0 is the sequence's first token)."""
+
+BOUNDS = {
+    "level": (1, 22),  # of zstd
+    "group": (1, math.inf),
+    "step": (1e-4, 8.0),  # standard deviations; beyond it next to nothing is left
+    "ridge": (0.0, math.inf),
+    "focus": (0.0, 2.0),
+    "directions": (1, math.inf),
+    "top": (0, 1024),
+    "resolution": (1, 1024),
+}
+"""What settings of these names may be, in whatever codec has them."""
 
 NO_FIRST, SHARED_FIRST, INLINE_FIRST = 0, 1, 2
 
@@ -70,6 +83,7 @@ class Codec(ABC):
     exact: ClassVar[bool] = False
     teacher_only: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {}
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = BOUNDS  # of the settings that have such names
 
     def __init__(
         self,
@@ -79,16 +93,31 @@ class Codec(ABC):
         tensors: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.width = width
-        unknown = set(settings or {}) - set(self.defaults)
-        if unknown:
-            raise ValueError(
-                f"codec {self.name!r} has no setting {sorted(unknown)[0]!r}; it has {list(self.defaults) or 'none'}"
-            )
-        self.settings: dict[str, Any] = {**self.defaults, **(settings or {})}
+        self.settings = self.complete(settings or {})
         self.tensors: dict[str, torch.Tensor] = dict(tensors or {})
         self.measured: dict[str, Any] = {}
         self.target: TargetParts | None = None
         self._copies: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+    @classmethod
+    def complete(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings over the defaults. ValueError for an unknown one, or a value that it cannot have."""
+        unknown = set(settings) - set(cls.defaults)
+        if unknown:
+            raise ValueError(
+                f"codec {cls.name!r} has no setting {min(unknown)!r}; it has {', '.join(cls.defaults) or 'none'}"
+            )
+        for name, value in settings.items():
+            default, (least, most) = cls.defaults[name], cls.bounds.get(name, (-math.inf, math.inf))
+            if isinstance(default, str) or value == default:
+                continue
+            kind = int | float if isinstance(default, float) else int
+            if not isinstance(value, kind) or isinstance(value, bool) or not least <= value <= most:
+                named = "a number" if isinstance(default, float) else "a whole number"
+                ends = f" from {least:g} to {most:g}" if most < math.inf else f" of {least:g} or more"
+                shown = ends if name in cls.bounds else ""
+                raise ValueError(f"codec {cls.name!r}: {name} = {value!r}, it must be {named}{shown}")
+        return {**cls.defaults, **settings}
 
     def tensor_on(self, name: str, device: torch.device | str) -> torch.Tensor:
         """A fitted tensor on a device; a copy on another one than it was fitted on is made once."""

@@ -31,7 +31,7 @@ class Scaled(LossyCodec):
     ) -> None:
         super().__init__(width=width, settings=settings, tensors=tensors)
         group = self.settings["group"]
-        if group < 1 or width % group:
+        if width % group:
             self.settings["group"] = next(size for size in range(min(group, width), 0, -1) if width % size == 0)
 
     @classmethod

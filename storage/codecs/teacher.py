@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import zstandard
 
-from storage.codecs.base import Codec, Sample, StoredTeacher, TargetParts
+from storage.codecs.base import BOUNDS, Codec, Sample, StoredTeacher, TargetParts
 from storage.codecs.symbols import leb128, read_leb128
 from storage.codecs.top_tokens import LARGEST, pack_top, unpack_top
 from storage.codecs.transform import Transform, head_metric
@@ -63,9 +63,6 @@ class _TopCorrected(Codec):
         tensors: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         super().__init__(width=width, settings=settings, tensors=tensors)
-        for name, least in (("top", 0), ("resolution", 1)):
-            if not least <= self.settings[name] <= 1024:
-                raise ValueError(f"codec {self.name!r}: {name} = {self.settings[name]}, it must lie in {least}..1024")
         self.coarse = Transform(width=width, settings=self._coarse_settings(self.settings), tensors=self.tensors)
 
     @classmethod
@@ -206,6 +203,7 @@ class Sparse(Codec):
     name = "sparse"
     teacher_only = True
     defaults: ClassVar[Mapping[str, Any]] = {"top": 64, "level": 1}
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {**BOUNDS, "top": (1, 65536)}
     resolution: ClassVar[int] = 16
 
     @classmethod

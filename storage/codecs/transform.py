@@ -113,23 +113,17 @@ class Transform(Quantised):
         "level": 1,
     }
 
-    def __init__(
-        self,
-        *,
-        width: int,
-        settings: Mapping[str, Any] | None = None,
-        tensors: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        super().__init__(width=width, settings=settings, tensors=tensors)
+    @classmethod
+    def complete(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().complete(settings)
         for option, allowed in (
             ("decorrelate", ("none", "layer", "joint")),
             ("metric", ("variance", "raw", "given")),
             ("output", ("states", "coordinates")),
         ):
-            if self.settings[option] not in allowed:
-                raise ValueError(f"{option} = {self.settings[option]!r}: choose one of {', '.join(allowed)}")
-        if not self.settings["step"] > 0:
-            raise ValueError(f"step = {self.settings['step']}: it must be above 0 (in standard deviations)")
+            if found[option] not in allowed:
+                raise ValueError(f"{option} = {found[option]!r}: choose one of {', '.join(allowed)}")
+        return found
 
     @classmethod
     def fit(

@@ -104,7 +104,6 @@ def toy_run(folder: Path, target: Path, *words: str) -> Settings:
         ("drafter.target_layer_ids=[0,1]", "target_layer_ids is 1; allowed: -1 .* to 0"),
         ("drafter.target_layer_ids=[0,20]", "target_layer_ids is 20; allowed"),
         ("drafter.draft_vocab_size=100000", "draft_vocab_size is 100000; allowed: 1 to"),
-        ("cache.features_options={step: 1}", r"cache\.features_options: codec 'int8' has no setting 'step'"),
         ("cluster.cpus_per_worker=4", r"a worker wants cluster\.cpus_per_worker=4 CPUs .*there: 2 CPUs"),
         ("cluster.gpus_per_worker=1", r"cluster\.gpus_per_worker=1 GPUs, and no machine has them"),
         ("target.device=cuda", r"target\.device is cuda, and torch .* finds 0 GPUs here"),

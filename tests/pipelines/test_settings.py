@@ -130,6 +130,20 @@ def test_mistakes_on_the_command_line(word: str, expected: str) -> None:
     assert expected in message(CONFIGS / "quickstart.yaml", word)
 
 
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("cache.features_options={stp: 1}", "codec 'projected' has no setting 'stp'; it has step, focus, level"),
+        ("cache.features_options={step: nan}", "step = 'nan', it must be a number from 0.0001 to 8"),
+        ("cache.features_options={directions: 0}", "directions = 0, it must be a whole number of 1 or more"),
+        ("cache.teacher_options={top: -3}", "codec 'corrected': top = -3, it must be a whole number from 0 to 1024"),
+        ("cache.teacher_options={resolution: 0}", "resolution = 0, it must be a whole number from 1 to 1024"),
+    ],
+)
+def test_a_codec_option_is_checked_with_the_settings(word: str, expected: str) -> None:
+    assert expected in message(CONFIGS / "base.yaml", "run.directory=out", "target.model=some/model", word)
+
+
 def test_every_fault_is_named_at_once(tmp_path: Path) -> None:
     text = message(write(tmp_path, "run: {seed: -1}\ntarget: {modle: x}\n"))
     assert "`run.directory` is missing" in text
