@@ -31,13 +31,18 @@ def add_commands(app: typer.Typer) -> None:
         app.command()(command)
 
 
-def plan(config: ConfigArgument, overrides: OverridesArgument = None, as_json: JsonOption = False) -> None:
+def plan(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    rows: Annotated[int, typer.Option("--rows", min=2, help="Prompts that it is measured on; fewer are faster.")] = 24,
+    as_json: JsonOption = False,
+) -> None:
     """What a run will cost before it starts: tokens, bytes a token by codec, storage in all."""
     from pipelines.plan import make_plan, plan_text
     from pipelines.progress import Reporter
     from pipelines.settings import load_settings
 
-    estimate = make_plan(load_settings(config, overrides or []), Reporter())
+    estimate = make_plan(load_settings(config, overrides or []), Reporter(), rows=rows)
     print(json.dumps(estimate, indent=2) if as_json else plan_text(estimate))
 
 

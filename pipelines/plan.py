@@ -4,7 +4,7 @@
 2. take the answers that were recorded already, or let the target write those of the sample;
 3. capture the sample's states;
 4. fit every codec on one half of the sample and measure it on the other;
-5. write the sample as a cache with the configured codecs, which measures what else a row costs;
+5. write that half as a cache with the configured codecs, which measures what else a row costs;
 6. scale up to all prompts, and compare with the reference's raw layout and with the free space.
 """
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from storage.codecs import Codec, CodecSpec
     from storage.target_cache import CacheRow
 
-SAMPLE_ROWS = 24
 PLANNED = {
     "features": ("bf16", "bf16-planes", "int8", "fp8", "transform", "projected"),
     "teacher": ("bf16", "bf16-planes", "int8", "fp8", "transform", "sparse", "corrected"),
@@ -45,14 +44,15 @@ FOR_AUTO = {"features": "projected", "teacher": "corrected"}
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One conversation as ids [S] and its supervised spans."""
+    """One conversation as ids [S], its supervised spans, and what its row says beside."""
 
     sample_id: str
     ids: list[int]
     spans: list[tuple[int, int]]
+    extra: dict[str, Any]
 
 
-def make_plan(settings: Settings, reporter: Reporter, *, rows: int = SAMPLE_ROWS) -> dict[str, Any]:
+def make_plan(settings: Settings, reporter: Reporter, *, rows: int = 24) -> dict[str, Any]:
     """Tokens, bytes a token by codec, storage in all, steps, and times of one worker on this machine; JSON-like."""
     from pipelines.stages.regenerate import read_splits
     from pipelines.stages.workers import open_target
@@ -75,9 +75,9 @@ def make_plan(settings: Settings, reporter: Reporter, *, rows: int = SAMPLE_ROWS
     if len(answers) < 2:
         raise UserError("a plan is measured on two answers at least; give data.train more prompts")
     cache_rows, capture_speed = _capture(settings, target, answers, reporter)
-    fitting = SampleCodecs(settings, facts, target)
-    codecs = fitting.measure_all(cache_rows)
-    stored = _write_sample(fitting, cache_rows)
+    fitting = SampleCodecs(settings, facts, target, cache_rows)
+    codecs = fitting.measure_all()
+    stored = _write_sample(fitting)
     raw = 2 * facts.hidden_size * (len(facts.target_layer_ids) + 1)
     kept = len(recorded) if recorded is not None else len(prompts)
     return {
@@ -126,7 +126,8 @@ def _recorded(settings: Settings) -> list[Answer] | None:
         place = str(row["id"])
         ids, spans = generated_sample(row["prompt_ids"], row["response_ids"], settings.cache.max_length, row=place)
         if spans:
-            answers.append(Answer(sample_id=str(row["id"]), ids=ids, spans=spans))
+            extra = {key: row.get(key) for key in ("domain", "thinking", "finish_reason")}
+            answers.append(Answer(sample_id=place, ids=ids, spans=spans, extra=extra))
     return answers
 
 
@@ -153,6 +154,7 @@ def _answers(
         for prompt in prompts
     ]
     sampling = SamplingConfig(temperature=wanted.temperature, top_p=wanted.top_p, top_k=wanted.top_k)
+    domains = {prompt.prompt_id: prompt.domain for prompt in prompts}
     decoder = Decoder(target, None, sampling=sampling, max_rows=wanted.rows)
     answers, written, started = [], 0, time.perf_counter()
     with reporter.task("answers of the sample", total=len(requests), unit="prompts") as task:
@@ -160,7 +162,12 @@ def _answers(
             written += len(done.output_ids)
             ids, spans = generated_sample(done.prompt_ids, done.output_ids, settings.cache.max_length)
             if spans:
-                answers.append(Answer(sample_id=done.request_id, ids=ids, spans=spans))
+                extra = {
+                    "domain": domains[done.request_id],
+                    "thinking": False,
+                    "finish_reason": done.finish_reason,
+                }
+                answers.append(Answer(sample_id=done.request_id, ids=ids, spans=spans, extra=extra))
             task.advance(1, tokens=written)
     return sorted(answers, key=lambda answer: answer.sample_id), written / (time.perf_counter() - started)
 
@@ -187,7 +194,12 @@ def _capture(
             seconds += time.perf_counter() - started
             rows.append(
                 CacheRow(
-                    sample_id=answer.sample_id, input_ids=answer.ids, spans=answer.spans, features=features, last=last
+                    sample_id=answer.sample_id,
+                    input_ids=answer.ids,
+                    spans=answer.spans,
+                    features=features,
+                    last=last,
+                    extra=answer.extra,
                 )
             )
             task.advance(len(answer.ids))
@@ -195,12 +207,16 @@ def _capture(
 
 
 class SampleCodecs:
-    """Codecs fitted on a sample of rows. The directions of a projected one are the sample's principal ones: which they
-    are is known after the pilot, and their number and step decide the size."""
+    """Codecs fitted on every other row of a sample, to be measured on the rest, `judged`.
 
-    def __init__(self, settings: Settings, facts: TargetFacts, target: Target) -> None:
+    The directions of a projected one are the whole sample's principal ones: which they are is known after the pilot,
+    and their number and step decide the size.
+    """
+
+    def __init__(self, settings: Settings, facts: TargetFacts, target: Target, rows: Sequence[CacheRow]) -> None:
         self._settings, self._facts, self._target = settings, facts, target
         self.layers, self.hidden = len(facts.target_layer_ids), facts.hidden_size
+        self._rows, self.judged = rows, rows[1::2]
 
     def spec(self, part: str, name: str | None = None) -> CodecSpec:
         """The codec that the settings ask for, or that of the name with its defaults."""
@@ -215,60 +231,61 @@ class SampleCodecs:
             options = {"directions": count_directions(self._facts, wanted.directions), **options}
         return CodecSpec(name=name or configured, settings=options)
 
-    def fit(self, part: str, spec: CodecSpec, rows: Sequence[CacheRow]) -> Codec:
+    def fit(self, part: str, spec: CodecSpec) -> Codec:
         from pipelines.stages.capture import target_parts, teacher_row
         from storage.codecs import fit_codec, fit_teacher
         from storage.codecs.directions import reader_directions
 
-        taken = [teacher_row(row) for row in rows]
-        if part == "teacher":
+        taken = [teacher_row(row) for row in self._rows]
+        if part == "teacher":  # it measures on every other row by itself
             return fit_teacher(spec, taken, width=self.hidden, target=target_parts(self._target, spec.name))
-        sample = [(row.features.flatten(1), True) for row in taken]
+        every = [(row.features.flatten(1), True) for row in taken]
+        sample = every[::2]
         tensors: dict[str, torch.Tensor] | None = None
         if spec.name == "projected":
-            projection, shares = reader_directions([], sample, spec.settings["directions"])
+            projection, shares = reader_directions([], every, spec.settings["directions"])
             tensors = {"projection": projection, "shares": shares}
         return fit_codec(spec, sample, width=self.layers * self.hidden, layers=self.layers, tensors=tensors)
 
-    def measure_all(self, rows: Sequence[CacheRow]) -> list[dict[str, Any]]:
+    def measure_all(self) -> list[dict[str, Any]]:
         """Of each codec: bytes a token and signal-to-noise in dB of the features, bytes a state of the teacher and the
-        bound on the error of the acceptance rate. Fitted on every other row and measured on the rest."""
+        bound on the error of the acceptance rate."""
         from pipelines.stages.capture import teacher_row
         from storage.codecs import measure
 
         found: dict[str, dict[str, Any]] = {}
-        judged = [(teacher_row(row).features.flatten(1), True) for row in rows[1::2]]
+        judged = [(teacher_row(row).features.flatten(1), True) for row in self.judged]
         for name in PLANNED["features"]:
-            codec = self.fit("features", self.spec("features", name), rows[::2])
+            codec = self.fit("features", self.spec("features", name))
             measured = measure(codec, judged, layers=self.layers)
             found[name] = {"features": {"bytes": measured["bytes_per_token"], "snr_db": measured.get("snr_db")}}
         for name in PLANNED["teacher"]:
-            measured = self.fit("teacher", self.spec("teacher", name), rows).measured
+            measured = self.fit("teacher", self.spec("teacher", name)).measured
             figures = {"bytes": measured["bytes_per_token"], "bound": measured["acceptance"]["bound"]}
             found.setdefault(name, {})["teacher"] = figures
         return [{"codec": name, **parts} for name, parts in found.items()]
 
 
-def _write_sample(fitting: SampleCodecs, rows: Sequence[CacheRow]) -> dict[str, Any]:
-    """Bytes a token by part, of a cache with the configured codecs that holds the sample."""
+def _write_sample(fitting: SampleCodecs) -> dict[str, Any]:
+    """Bytes a token by part, of a cache with the configured codecs that holds the rows that they were not fitted on."""
     from storage import target_cache as caches
 
     plan = caches.CachePlan(
         contract={},
         num_layers=fitting.layers,
         hidden_size=fitting.hidden,
-        samples=[(row.sample_id, len(row.input_ids)) for row in rows],
+        samples=[(row.sample_id, len(row.input_ids)) for row in fitting.judged],
         features=fitting.spec("features"),
         teacher=fitting.spec("teacher"),
     )
     assert plan.teacher is not None
     codecs = caches.Codecs(
-        features=fitting.fit("features", plan.features, rows), teacher=fitting.fit("teacher", plan.teacher, rows)
+        features=fitting.fit("features", plan.features), teacher=fitting.fit("teacher", plan.teacher)
     )
     with tempfile.TemporaryDirectory() as folder:
         caches.create_or_resume(folder, plan, codecs)
         for unit, (start, stop) in enumerate(plan.units):
-            caches.write_unit(folder, unit, rows[start:stop], codecs)
+            caches.write_unit(folder, unit, fitting.judged[start:stop], codecs)
         caches.finish(folder)
         parts = caches.TargetCache.open(folder).info()["bytes_per_token"]
     return {"bytes_per_token": parts["all"], "parts": {name: size for name, size in parts.items() if name != "all"}}
