@@ -86,6 +86,8 @@ def write_cache(
 def require_own_folder(root: Root, *sources: Root) -> None:
     """Raises ValueError for a new cache inside one that it is made from, or among other files."""
     new = Folder(root)
+    if new.is_file():
+        raise ValueError(f"{new} is a file: give a folder for the new cache")
     for source in map(Folder, sources):
         if f"{new.url}/".startswith(f"{source.url}/") and new.url != source.url:
             raise ValueError(f"{new} lies inside {source}, whose files are all its own: give another folder")
@@ -225,23 +227,27 @@ def _fit(
 
 
 class _Joined:
-    """The rows of several caches, one cache after the other."""
+    """The rows of several caches, one cache after the other, with a prefix to the sample ids of each."""
 
-    def __init__(self, caches: Sequence[TargetCache]) -> None:
-        self.caches = caches
+    def __init__(self, caches: Sequence[TargetCache], prefixes: Sequence[str]) -> None:
+        self.caches, self._prefixes = caches, prefixes
         self._starts = np.cumsum([0, *map(len, caches)])
 
-    def _locate(self, index: int) -> tuple[TargetCache, int]:
+    def _locate(self, index: int) -> tuple[int, int]:
         place = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return self.caches[place], index - int(self._starts[place])
+        return place, index - int(self._starts[place])
 
     def decoded_bytes(self, rows: int) -> int:
-        cache, row = self._locate(rows)
-        return cache.decoded_bytes(row)
+        place, row = self._locate(rows)
+        return self.caches[place].decoded_bytes(row)
 
     def raw_row(self, index: int) -> dict[str, Any]:
-        cache, row = self._locate(index)
-        return cache.raw_row(row)
+        place, row = self._locate(index)
+        columns = self.caches[place].raw_row(row)
+        if self._prefixes[place]:
+            columns["sample_id"] = self._prefixes[place] + columns["sample_id"]
+            columns["checksum"] = checksum_of(columns)
+        return columns
 
 
 def _raw_row(source: _Joined, index: int, codecs: Codecs) -> Mapping[str, Any]:
@@ -252,15 +258,18 @@ def merge(
     sources: Sequence[Root],
     root: Root,
     *,
+    number_ids: bool = False,
     unit_tokens: int | None = None,
     max_bytes: int | None = None,
     on_unit: OnUnit | None = None,
 ) -> dict[str, Any]:
     """Join caches of one target, coded alike, into one; rows are copied bit by bit. Returns the finish record.
 
+    `number_ids`: sample ids begin with the number of their cache from then on, `0/ID`.
+
     Raises:
-        ValueError: fields that readers rely on differ, the codecs were fitted on different samples, or a sample id
-            occurs in two of the caches. The message names what differs and the cure.
+        ValueError: fields that readers rely on differ, the codecs were fitted on different samples, a cache is given
+            twice, or a sample id occurs in two of them. The message names what differs and the cure.
     """
     if len(sources) < 2:
         raise ValueError(f"{len(sources)} cache given: merging takes at least two")
@@ -269,13 +278,17 @@ def merge(
     first = caches[0]
     for other in caches[1:]:
         _require_alike(first, other)
+    prefixes = [f"{number}/" if number_ids else "" for number in range(len(caches))]
     owners: dict[str, TargetCache] = {}
-    for cache in caches:
+    for number, cache in enumerate(caches):
+        for other in caches[:number]:
+            if other.identity == cache.identity:
+                raise ValueError(f"{other.folder} and {cache.folder} are the same cache: give each one once")
         for sample_id in cache.sample_ids:
-            if sample_id in owners:
+            if not number_ids and sample_id in owners:
                 raise ValueError(
-                    f"sample {sample_id!r} is in {owners[sample_id].folder} and in {cache.folder}: a sample may be in "
-                    "one of the caches only"
+                    f"sample {sample_id!r} is in {owners[sample_id].folder} and in {cache.folder}: with --number-ids "
+                    "each id begins with the number of its cache (`0/ID`)"
                 )
             owners[sample_id] = cache
     fields = first.manifest["fields"]
@@ -283,11 +296,12 @@ def merge(
         caches,
         features=CodecSpec(**fields["features"]),
         teacher=CodecSpec(**fields["teacher"]) if fields["teacher"] else None,
-        inputs={"merged_from": [cache.identity for cache in caches]},
+        inputs={"merged_from": [cache.identity for cache in caches], **({"number_ids": True} if number_ids else {})},
+        prefixes=prefixes,
         unit_tokens=unit_tokens or fields["unit_tokens"],
         max_bytes=max_bytes,
     )
-    source = _Joined(caches)
+    source = _Joined(caches, prefixes)
     return write_cache(root, plan, lambda: first.codecs, source, _raw_row, cost=source.decoded_bytes, on_unit=on_unit)
 
 
@@ -313,24 +327,29 @@ def _plan_from(
     features: CodecSpec | None,
     teacher: CodecSpec | None,
     inputs: Mapping[str, Any],
+    prefixes: Sequence[str] = ("",),
     unit_tokens: int = DEFAULT_UNIT_TOKENS,
     max_bytes: int | None = None,
 ) -> CachePlan:
     assert features is not None
     skipped: dict[str, list[str]] = {}
-    for cache in caches:
+    shortened: list[str] = []
+    samples: list[tuple[str, int]] = []
+    for prefix, cache in zip(prefixes, caches, strict=True):
         for reason, ids in cache.manifest["skipped"].items():
-            skipped.setdefault(reason, []).extend(ids)
+            skipped.setdefault(reason, []).extend(prefix + sample_id for sample_id in ids)
+        shortened += (prefix + sample_id for sample_id in cache.manifest.get("shortened", ()))
+        samples += ((prefix + sample_id, int(n)) for sample_id, n in zip(cache.sample_ids, cache.lengths, strict=True))
     fields = caches[0].manifest["fields"]
     return CachePlan(
         **{name: fields[name] for name in COPIED_FIELDS},
-        samples=[(sample_id, int(n)) for c in caches for sample_id, n in zip(c.sample_ids, c.lengths, strict=True)],
+        samples=samples,
         spans=[cache.spans(index) for cache in caches for index in range(len(cache))],
         features=features,
         teacher=teacher,
         unit_tokens=unit_tokens,
         inputs=inputs,
         skipped=skipped,
-        shortened=[sample_id for cache in caches for sample_id in cache.manifest.get("shortened", ())],
+        shortened=shortened,
         max_bytes=max_bytes,
     )

@@ -157,6 +157,18 @@ def test_merged_halves_hold_the_rows_bit_by_bit(exact: Path, tmp_path: Path) -> 
         assert row.spans == tuple(make_row(*sample).spans)
 
 
+def test_ids_that_meet_are_numbered(exact: Path, tmp_path: Path) -> None:
+    build(tmp_path / "other", make_plan(inputs={"part": "other"}))
+    with pytest.raises(ValueError, match=r"sample 'sample-000' is in .* and in .*--number-ids"):
+        merge([exact, tmp_path / "other"], tmp_path / "whole")
+    merge([exact, tmp_path / "other"], tmp_path / "whole", number_ids=True)
+    whole = TargetCache.open(tmp_path / "whole")
+    assert whole.sample_ids == [f"{number}/{sample_id}" for number in (0, 1) for sample_id, _ in SAMPLES]
+    assert whole.verify() == []
+    assert [row.sample_id for row in whole] == whole.sample_ids
+    assert raw_parts(tmp_path / "whole", "context") == 2 * raw_parts(exact, "context")
+
+
 def test_codecs_of_another_cache_make_two_mergeable(tmp_path: Path) -> None:
     for name, samples in zip("ab", HALVES, strict=True):
         build(tmp_path / name, make_plan("transform", samples=samples))
@@ -171,8 +183,8 @@ def test_codecs_of_another_cache_make_two_mergeable(tmp_path: Path) -> None:
 def test_what_cannot_be_merged_says_why(exact: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least two"):
         merge([exact], tmp_path / "whole")
-    with pytest.raises(ValueError, match=r"sample 'sample-000' is in .* and in"):
-        merge([exact, exact], tmp_path / "whole")
+    with pytest.raises(ValueError, match="are the same cache"):
+        merge([exact, exact], tmp_path / "whole", number_ids=True)
     contract = {"target_name": "tiny", "target_layer_ids": [0, 1, 5]}
     build(tmp_path / "other", replace(make_plan(), contract=contract))
     with pytest.raises(ValueError, match=r"differ in\n  contract\.target_layer_ids: \[0, 1, 2\] and \[0, 1, 5\]"):
