@@ -71,13 +71,14 @@ def verify(
 
     root = cache_in(path)
     problems = verify_cache(root, workers=workers)
+    damaged = bool(problems)
     if not is_finished(root):
         problems.append(Problem(COMPLETE, "missing: the cache is not finished; the command that builds it goes on"))
     if as_json:
         print(json.dumps({"path": root, "problems": [vars(problem) for problem in problems]}, indent=2))
     else:
         print("\n".join(map(str, problems)) or f"{root}: nothing wrong")
-        if problems:
+        if damaged:
             print("`dspark cache CONFIG --repair` builds what is damaged in a run's cache again")
     raise typer.Exit(1 if problems else 0)
 
@@ -165,6 +166,9 @@ def recode(
 @cache_app.command("merge")
 def merge(
     paths: Annotated[list[str], typer.Argument(metavar="PATH... NEW", help="Caches, and last the new one.")],
+    number_ids: Annotated[
+        bool, typer.Option("--number-ids", help="Put the number of its cache before each sample id: `0/ID`.")
+    ] = False,
     unit_tokens: UnitOption = None,
     max_bytes: MaxBytesOption = None,
     as_json: JsonOption = False,
@@ -177,7 +181,7 @@ def merge(
         raise UserError("two caches at least and the new one's folder are needed: dspark cache merge PATH PATH NEW")
     with _progress("merging", as_json) as on_unit:
         sources = [cache_in(source) for source in sources]
-        merge_caches(sources, new, unit_tokens=unit_tokens, max_bytes=max_bytes, on_unit=on_unit)
+        merge_caches(sources, new, number_ids=number_ids, unit_tokens=unit_tokens, max_bytes=max_bytes, on_unit=on_unit)
     _print_made(new, as_json)
 
 
@@ -262,11 +266,9 @@ def _codec(text: str) -> CodecSpec | None:
     settings: dict[str, Any] = {}
     for pair in filter(None, rest.split(",")):
         key, equals, value = pair.partition("=")
-        known = codec_class(name).defaults
-        if not equals or key not in known:
-            raise UserError(
-                f"codec {text!r}: {pair!r} is not a setting of {name!r}; it has {', '.join(known) or 'none'}"
-            )
+        if not equals:
+            known = ", ".join(codec_class(name).defaults)
+            raise UserError(f"codec {text!r}: {pair!r} is not a setting of {name!r}; it has {known or 'none'}")
         try:
             settings[key] = json.loads(value)
         except ValueError:

@@ -103,10 +103,12 @@ class Reporter:
         """A piece of work; `done` is what an earlier process had finished."""
         task = Task(self, what, total, unit, done)
         self._begin(task)
+        ended = False
         try:
             yield task
+            ended = True
         finally:
-            self._end(task)
+            self._end(task, tell=ended or task.done > done)
 
     def _begin(self, task: Task) -> None:
         if self.quiet:
@@ -131,7 +133,7 @@ class Reporter:
             self._last_line[id(task)] = time.monotonic()
             self.say(task.line())
 
-    def _end(self, task: Task) -> None:
+    def _end(self, task: Task, *, tell: bool) -> None:
         if self.quiet:
             return
         self._last_line.pop(id(task), None)
@@ -141,7 +143,8 @@ class Reporter:
             if not self._bar_ids:
                 self._bars.stop()
                 self._bars = None
-        self.say(f"{task.line()}, took {duration(task.seconds)}")
+        if tell:  # not of a piece of work that failed before anything was done
+            self.say(f"{task.line()}, took {duration(task.seconds)}")
 
 
 def _make_bars(stream: TextIO) -> Progress:

@@ -21,7 +21,7 @@ from storage.codecs import dump_codec, fit_codec, load_codec
 from storage.filesystems import Folder, StorageFull
 from storage.identity import require_same
 from storage.plan import FORMAT, VERSION, CachePlan, Codecs, SampleIndex, write_samples
-from storage.records import CacheCorrupt, CacheRow, dataset_features, seal, unseal
+from storage.records import WHOLE, CacheCorrupt, CacheRow, dataset_features, seal, unseal
 from storage.shards import NonFiniteState, encode_row, write_shard
 
 MANIFEST, SAMPLES, COMPLETE = "manifest.json", "samples.arrow", "COMPLETE.json"
@@ -155,9 +155,14 @@ def _opened_before(url: str, manifest: bytes) -> Opened:
 
 
 def _checked(folder: Folder, entry: Mapping[str, Any]) -> bytes:
-    data = folder.read(entry["file"])
+    try:
+        data = folder.read(entry["file"])
+    except FileNotFoundError:
+        raise CacheCorrupt(f"{folder.describe(entry['file'])} is missing; {WHOLE}") from None
     if hashlib.sha256(data).hexdigest() != entry["sha256"]:
-        raise CacheCorrupt(f"{folder.describe(entry['file'])}: its SHA-256 is not the manifest's: damaged or replaced")
+        raise CacheCorrupt(
+            f"{folder.describe(entry['file'])}: its SHA-256 is not the manifest's: damaged or replaced; {WHOLE}"
+        )
     return data
 
 

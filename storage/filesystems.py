@@ -87,6 +87,9 @@ class Folder:
     def exists(self, name: str = "") -> bool:
         return self._info(name).type != pafs.FileType.NotFound
 
+    def is_file(self, name: str = "") -> bool:
+        return self._info(name).type == pafs.FileType.File
+
     def size(self, name: str) -> int:
         """Bytes in the file; FileNotFoundError if there is none."""
         info = self._info(name)
@@ -239,7 +242,7 @@ class Folder:
         """Make a local folder, and keep other processes that ask for the same out of it for the length of the block.
 
         ValueError while another one writes there. The kernel gives the lock back when its holder ends, however it
-        ends; an object store has none, and neither have some network file systems.
+        ends; an object store has none, and neither have some network file systems. What stays empty is removed.
         """
         if not self.is_local:
             yield
@@ -257,6 +260,8 @@ class Folder:
             yield
         finally:
             os.close(handle)
+            with suppress(OSError):  # it holds something
+                os.rmdir(self.local_path())
 
     def remove_dead_temporaries(self, *, everything: bool = False) -> list[str]:
         """Remove temporary files whose writer is gone (or all of them, when nobody else can be writing)."""

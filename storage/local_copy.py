@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from storage.filesystems import Folder, StorageFull, full_disk_named, temporary_name
-from storage.records import CacheCorrupt
+from storage.records import AGAIN, CacheCorrupt
 
 ATTEMPTS, PAUSE = 4, 0.5  # for a shard that arrives altered; seconds before the second one, doubled for each further
 WAIT = 0.1  # seconds between two looks for room
@@ -67,7 +67,7 @@ class LocalCopy:
                             os.replace(temporary, place)
                         return
         except FileNotFoundError as error:
-            raise CacheCorrupt(f"{self.remote.describe(name)} is missing; verify the cache") from error
+            raise CacheCorrupt(f"{self.remote.describe(name)} is missing; {AGAIN}") from error
         finally:
             with self._lock("room"):
                 temporary.unlink(missing_ok=True)

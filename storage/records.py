@@ -28,6 +28,10 @@ ROW_FIELDS = (
 )
 
 
+AGAIN = "fetch the shard again, or build it again with `dspark cache CONFIG --repair`"
+WHOLE = "every row depends on it: fetch the cache again, or build it anew with `dspark cache CONFIG --repair`"
+
+
 class CacheCorrupt(ValueError):
     """Stored bytes are not what was written; the message names the file and, where there is one, the row."""
 

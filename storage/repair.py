@@ -30,7 +30,7 @@ def discard_damaged(root: str | PathLike[str], *, workers: int = 4) -> list[Prob
         if match := _OF_A_UNIT.fullmatch(problem.file):
             units.add(int(match[1]))
         elif problem.file.startswith("codecs/") or problem.file in ("manifest.json", "samples.arrow"):
-            raise CacheCorrupt(f"{problem}; every row depends on it, so the whole cache has to be built anew")
+            raise CacheCorrupt(f"{problem}; every row depends on it, so the whole cache is to be built anew")
     if problems and folder.exists(COMPLETE):
         folder.remove(COMPLETE)  # first: from here on readers see an unfinished cache
     for unit in sorted(units):

@@ -13,7 +13,16 @@ import torch
 
 from storage.codecs.base import StoredTeacher, as_tensor
 from storage.plan import Codecs
-from storage.records import CacheCorrupt, CacheRow, StoredRow, check_spans, row_checksum, schema, teacher_positions
+from storage.records import (
+    AGAIN,
+    CacheCorrupt,
+    CacheRow,
+    StoredRow,
+    check_spans,
+    row_checksum,
+    schema,
+    teacher_positions,
+)
 
 BATCH_BYTES = 4 << 20
 """A record batch is closed once its columns reach this size, so offsets inside it stay far below 2^31."""
@@ -115,9 +124,7 @@ class ShardReader:
         self.name, self._file, self._commit = name, file, commit
         size = file.size()
         if size != commit["bytes"]:
-            raise CacheCorrupt(
-                f"{name}: {size} bytes, {commit['bytes']} were committed; fetch or build the shard again"
-            )
+            raise CacheCorrupt(f"{name}: {size} bytes, {commit['bytes']} were committed; {AGAIN}")
         # Of a mapped file all bytes at once, without a copy: then rows are views of it.
         self._mapped = file.read_buffer(size) if isinstance(file, pa.MemoryMappedFile | pa.BufferReader) else None
         self._firsts = np.cumsum([0] + [batch["rows"] for batch in commit["batches"]])
@@ -139,9 +146,11 @@ class ShardReader:
             batch = pa.ipc.read_record_batch(buffer, self._schema)
             batch.validate(full=True)
         except (pa.ArrowInvalid, OSError, EOFError) as error:
-            raise CacheCorrupt(f"{self.name}: record batch {number} cannot be read ({error})") from error
+            raise CacheCorrupt(f"{self.name}: record batch {number} cannot be read ({error}); {AGAIN}") from error
         if batch.num_rows != entry["rows"]:
-            raise CacheCorrupt(f"{self.name}: record batch {number} has {batch.num_rows} rows, not {entry['rows']}")
+            raise CacheCorrupt(
+                f"{self.name}: record batch {number} has {batch.num_rows} rows, not {entry['rows']}; {AGAIN}"
+            )
         self._current = (number, batch)
         return batch
 

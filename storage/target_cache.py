@@ -31,7 +31,7 @@ from storage.filesystems import Folder, StorageFull
 from storage.local_copy import LocalCopy
 from storage.plan import CachePlan, Codecs, Spans, plan_units
 from storage.read_ahead import ReadAhead
-from storage.records import CacheCorrupt, CacheRow, StoredRow, unseal
+from storage.records import AGAIN, WHOLE, CacheCorrupt, CacheRow, StoredRow, unseal
 from storage.shards import NonFiniteState, ShardReader, checksum_of, decode_row, encode_row
 from storage.verify import Problem, verify
 
@@ -125,7 +125,9 @@ class TargetCache:
         if folder.exists(COMPLETE):
             complete = unseal(folder.read(COMPLETE), folder.describe(COMPLETE))
             if complete["files"][MANIFEST] != opened.manifest_sha256:
-                raise CacheCorrupt(f"{folder.describe(MANIFEST)}: not the manifest that the cache was finished with")
+                raise CacheCorrupt(
+                    f"{folder.describe(MANIFEST)}: not the manifest that the cache was finished with; {WHOLE}"
+                )
             shards = {record["unit"]: record for record in complete["shards"]}
         elif partial:
             shards = committed_units(opened)
@@ -214,12 +216,11 @@ class TargetCache:
         if self._check and not self._checked[row]:
             expected = self._opened.samples.sample_ids[row]
             if columns["sample_id"] != expected:
-                raise CacheCorrupt(f"{reader.name}, row {place}: holds {columns['sample_id']!r}, not {expected!r}")
-            if checksum_of(columns) != columns["checksum"]:
                 raise CacheCorrupt(
-                    f"{reader.name}, row {place} ({expected!r}): checksum differs; fetch the shard again, or build it "
-                    "again with `dspark cache CONFIG --repair`"
+                    f"{reader.name}, row {place}: holds {columns['sample_id']!r}, not {expected!r}; {AGAIN}"
                 )
+            if checksum_of(columns) != columns["checksum"]:
+                raise CacheCorrupt(f"{reader.name}, row {place} ({expected!r}): checksum differs; {AGAIN}")
             self._checked[row] = True
         return columns
 
@@ -290,7 +291,7 @@ class TargetCache:
                 return ShardReader(folder.open_input(name), record, folder.describe(name))
             except FileNotFoundError as error:  # of a local copy: another process needed the room in between
                 if attempt == attempts - 1:
-                    raise CacheCorrupt(f"{folder.describe(name)} is missing; verify the cache") from error
+                    raise CacheCorrupt(f"{folder.describe(name)} is missing; {AGAIN}") from error
         raise AssertionError
 
     def info(self, *, corpus_tokens: int | None = None) -> dict[str, Any]:

@@ -56,19 +56,6 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
     return fields
 
 
-def check_codecs(settings: Settings) -> None:
-    """Raises UserError for an option that its codec does not have, or a value that it refuses."""
-    from storage.codecs import codec_class
-
-    cache = settings.cache
-    for part, name in (("features", cache.features_codec), ("teacher", cache.teacher_codec)):
-        if name != "auto":
-            try:
-                codec_class(name)(width=1024, settings=getattr(cache, f"{part}_options"))
-            except ValueError as error:
-                raise UserError(f"cache.{part}_options: {error}") from None
-
-
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `cache/`."""
     facts = examine_target(settings)
@@ -116,20 +103,21 @@ def choose_codecs(settings: Settings, facts: TargetFacts, run: Run) -> dict[str,
 def take_out_damage(run: Run, reporter: Reporter) -> None:
     """Check every byte of the run's cache and take out the units that are damaged, for the stage to build again.
 
-    Raises UserError if there is no complete cache of these settings, or so much is damaged that no unit can be kept.
+    Where something is damaged that every row depends on, the whole cache goes to `damaged/`. Raises UserError if there
+    is no cache of these settings.
     """
     from storage.records import CacheCorrupt
     from storage.repair import discard_damaged
 
     with run.directory.lock():
-        run.require("cache", needed_by="--repair")
+        if run.record("cache") is None:
+            run.require("cache", needed_by="--repair")
+        run.refuse_other_identities(["cache"])
         try:
             problems = discard_damaged(run.location("cache"))
-        except CacheCorrupt as error:
-            raise UserError(
-                f"{error}: move {run.location('cache')} and {run.directory.location('stages/cache.json')} away, and "
-                "run `dspark cache` again"
-            ) from None
+        except (CacheCorrupt, FileNotFoundError) as error:
+            reporter.say(f"damaged: {error}; the old one goes to {run.set_damaged_aside('cache')}")
+            return
         for problem in problems:
             reporter.say(f"damaged: {problem}")
         if problems:
@@ -168,7 +156,8 @@ def build(
 
         def finished(unit: CaptureUnit, result: dict[str, Any]) -> None:
             audited.update(result["audit"])
-            task.advance(unit.tokens, bytes_per_token=result["bytes_per_token"])
+            if unit.rows:
+                task.advance(unit.tokens, bytes_per_token=result["bytes_per_token"])
 
         def run_pool(units: Sequence[CaptureUnit], workers: int) -> None:
             on_pool(settings, make_worker, units, workers=workers, on_result=finished, unit_name=str)

@@ -80,7 +80,7 @@ def test_merge_joins_two_imports(imported: str, tmp_path: Path, capsys: pytest.C
     assert dspark("cache", "merge", imported, str(tmp_path / "whole")) == 2
     assert "two caches at least" in capsys.readouterr().err
     assert dspark("cache", "merge", imported, imported, str(tmp_path / "whole")) == 2
-    assert "sample '0' is in" in capsys.readouterr().err
+    assert "are the same cache" in capsys.readouterr().err
 
 
 def test_a_wrong_codec_is_explained(imported: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,20 +88,35 @@ def test_a_wrong_codec_is_explained(imported: str, tmp_path: Path, capsys: pytes
     assert dspark("cache", "recode", imported, new, "--features", "zip") == 2
     assert "no codec is named 'zip'; choose one of bf16" in capsys.readouterr().err
     assert dspark("cache", "recode", imported, new, "--features", "int8:steps=3") == 2
-    assert "'steps=3' is not a setting of 'int8'; it has group" in capsys.readouterr().err
+    assert "codec 'int8' has no setting 'steps'; it has group" in capsys.readouterr().err
+    for codec, reason in (
+        ("int8:group=0", "group = 0, it must be a whole number of 1 or more"),
+        ("transform:step=nan", "step = 'nan', it must be a number from 0.0001 to 8"),
+        ("transform:step=1e30", "step = 1e+30, it must be a number"),
+        ("transform:level=99", "level = 99, it must be a whole number from 1 to 22"),
+    ):
+        assert dspark("cache", "recode", imported, new, "--features", codec) == 2
+        assert reason in capsys.readouterr().err
+    assert not Path(new).exists()
 
 
 def test_an_unfinished_cache_does_not_verify(imported: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (Path(imported) / "COMPLETE.json").unlink()
     assert dspark("cache", "verify", imported) == 1
-    assert "the cache is not finished" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "the cache is not finished" in said
+    assert "--repair" not in said
     assert dspark("cache", "recode", imported, str(tmp_path / "new"), "--features", "int8") == 2
     assert "the command that builds it goes on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("place", "message"),
-    [("imported/inside", "lies inside"), ("taken", "holds other files (mine.txt)"), ("file", "Not a directory")],
+    [
+        ("imported/inside", "lies inside"),
+        ("taken", "holds other files (mine.txt)"),
+        ("file", "is a file: give a folder"),
+    ],
 )
 def test_places_for_a_new_cache_that_are_refused(
     imported: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, message: str

@@ -108,3 +108,9 @@ def test_a_damaged_cache_is_repaired_to_the_bytes_that_it_had(config: Path, undi
     assert shard.read_bytes() == data
     assert verify(directory / "cache") == []
     assert finish(config, directory) == dict.fromkeys(STAGES, "skipped")
+    (directory / "cache" / "samples.arrow").unlink()  # what every row depends on
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "samples.arrow: missing" in done.stderr
+    assert f"the old one goes to {directory}/damaged/cache-" in done.stderr
+    assert shard.read_bytes() == data
+    assert finish(config, directory) == dict.fromkeys(STAGES, "skipped")

@@ -52,6 +52,6 @@ def test_a_sound_cache_is_left_alone(sound: Path) -> None:
 def test_a_damaged_sample_list_takes_nothing_away(cache: Path) -> None:
     (cache / "samples.arrow").write_bytes(b"not this")
     before = contents(cache)
-    with pytest.raises(CacheCorrupt, match="whole cache has to be built anew"):
+    with pytest.raises(CacheCorrupt, match="whole cache is to be built anew"):
         discard_damaged(cache)
     assert contents(cache) == before

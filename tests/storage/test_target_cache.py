@@ -53,6 +53,17 @@ def test_rows_come_back(tmp_path: Path, codec: str) -> None:
             assert (row.last_states - last).float().norm() <= 0.15 * last.float().norm()
 
 
+@pytest.mark.parametrize("name", ["samples.arrow", "codecs/features.safetensors"])
+def test_what_every_row_depends_on_is_named_when_it_is_damaged_or_gone(name: str, tmp_path: Path) -> None:
+    build(tmp_path, make_plan("int8"))
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-1])
+    with pytest.raises(CacheCorrupt, match=rf"{name}: its SHA-256 is not .* --repair"):
+        TargetCache.open(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(CacheCorrupt, match=rf"{name} is missing; every row depends on it: .* --repair"):
+        TargetCache.open(tmp_path)
+
+
 def test_datasets_opens_the_folder(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     build(tmp_path)
