@@ -76,6 +76,8 @@ def test_a_plan_knows_what_a_pilot_will_leave(tmp_path: Path, toy_folder: Path, 
     assert configured["features"] == "projected"
     assert configured["teacher"] == ("corrected" if teacher == "auto" else "recomputed")
     assert configured["bytes_per_token"] < plan["raw_bytes_per_token"]
+    (projected,) = (entry for entry in plan["codecs"] if entry["codec"] == "projected")
+    assert configured["parts"]["context"] == pytest.approx(projected["features"]["bytes"], rel=0.01)
 
 
 def test_settings_and_plan_know_codecs_that_exist() -> None:
