@@ -222,13 +222,6 @@ class Run:
         self.directory.move(self.stages[stage].output, f"{kept}/output")
         self.directory.move(_record_name(stage), f"{kept}/stage.json")
 
-    def set_damaged_aside(self, stage: str) -> str:
-        """Move an output to `damaged/`, for the stage to make it anew; returns where it is."""
-        kept = f"damaged/{stage}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.directory.move(self.stages[stage].output, kept)
-        self.reopen(stage)
-        return self.directory.location(kept)
-
     def _bring_back(self, stage: str) -> None:
         kept = _kept_name(stage, self.identity(stage))
         record = self.directory.read_json(f"{kept}/stage.json")

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -116,7 +117,10 @@ def take_out_damage(run: Run, reporter: Reporter) -> None:
         try:
             problems = discard_damaged(run.location("cache"))
         except (CacheCorrupt, FileNotFoundError) as error:
-            reporter.say(f"damaged: {error}; the old one goes to {run.set_damaged_aside('cache')}")
+            kept = f"damaged/cache-{time.strftime('%Y%m%d-%H%M%S')}"
+            reporter.say(f"damaged: {error}; the old one goes to {run.directory.location(kept)}")
+            run.directory.move(run.stages["cache"].output, kept)
+            run.reopen("cache")
             return
         for problem in problems:
             reporter.say(f"damaged: {problem}")

@@ -57,7 +57,7 @@ class CodecSpec:
         codec_class(self.name).complete(self.settings)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "settings": {**codec_class(self.name).defaults, **self.settings}}
+        return {"name": self.name, "settings": codec_class(self.name).complete(self.settings)}
 
 
 def codec_class(name: str) -> type[Codec]:
