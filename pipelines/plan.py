@@ -52,7 +52,7 @@ class Answer:
     extra: dict[str, Any]
 
 
-def make_plan(settings: Settings, reporter: Reporter, *, rows: int = 24) -> dict[str, Any]:
+def make_plan(settings: Settings, reporter: Reporter, *, rows: int) -> dict[str, Any]:
     """Tokens, bytes a token by codec, storage in all, steps, and times of one worker on this machine; JSON-like."""
     from pipelines.stages.regenerate import read_splits
     from pipelines.stages.workers import open_target
@@ -154,7 +154,7 @@ def _answers(
         for prompt in prompts
     ]
     sampling = SamplingConfig(temperature=wanted.temperature, top_p=wanted.top_p, top_k=wanted.top_k)
-    domains = {prompt.prompt_id: prompt.domain for prompt in prompts}
+    of_id = {prompt.prompt_id: prompt for prompt in prompts}
     decoder = Decoder(target, None, sampling=sampling, max_rows=wanted.rows)
     answers, written, started = [], 0, time.perf_counter()
     with reporter.task("answers of the sample", total=len(requests), unit="prompts") as task:
@@ -163,8 +163,8 @@ def _answers(
             ids, spans = generated_sample(done.prompt_ids, done.output_ids, settings.cache.max_length)
             if spans:
                 extra = {
-                    "domain": domains[done.request_id],
-                    "thinking": False,
+                    "domain": of_id[done.request_id].domain,
+                    "thinking": thinks(settings.target.thinking, seed, done.request_id),
                     "finish_reason": done.finish_reason,
                 }
                 answers.append(Answer(sample_id=done.request_id, ids=ids, spans=spans, extra=extra))

@@ -113,23 +113,29 @@ def _workers(driver: psutil.Process) -> list[psutil.Process]:
     return sorted(found, key=lambda child: child.pid)
 
 
+def units(root: Path) -> tuple[int, int]:
+    """How many units are committed, and of how many; none of one before there is a manifest."""
+    if not (root / "manifest.json").exists():
+        return 0, 1
+    return len(list((root / "commits").glob("unit-*.json"))), json.loads((root / "manifest.json").read_text())["units"]
+
+
 def progress(root: Path) -> str:
     """How far a build had come."""
+    committed, planned = units(root)
     if not (root / "manifest.json").exists():
         return "before the manifest"
     if is_finished(root):
         return "after the finish"
-    units = json.loads((root / "manifest.json").read_text())["units"]
-    committed = len(list((root / "commits").glob("unit-*.json"))) if (root / "commits").exists() else 0
-    return "all units committed" if committed == units else f"some of {units} units committed" if committed else "none"
+    if not committed:
+        return "none"
+    return "all units committed" if committed == planned else f"some of {planned} units committed"
 
 
 def units_left(root: Path) -> float:
     """The share of the units that are not committed."""
-    if not (root / "manifest.json").exists():
-        return 1.0
-    units = json.loads((root / "manifest.json").read_text())["units"]
-    return 1 - len(list((root / "commits").glob("unit-*.json"))) / units
+    committed, planned = units(root)
+    return 1 - committed / planned
 
 
 def digests(root: Path) -> dict[str, str]:
