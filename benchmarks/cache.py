@@ -36,10 +36,10 @@ from pipelines.stages.pilot_candidates import FeatureJudge
 from pipelines.stages.regenerate import read_conversations
 from pipelines.stages.workers import open_target
 from pipelines.target_facts import TargetFacts, examine_target
+from storage.cache.target_cache import CachePlan, CacheRow, Codecs, TargetCache, create_or_resume, finish, write_unit
 from storage.codecs import Codec, CodecSpec, TargetParts, TeacherRow, fit_codec, fit_teacher, measure
-from storage.codecs.directions import reader_directions
-from storage.filesystems import Folder
-from storage.target_cache import CachePlan, CacheRow, Codecs, TargetCache, create_or_resume, finish, write_unit
+from storage.codecs.components import reader_directions
+from storage.files.filesystems import Folder
 
 ROW = 512
 FEATURES: list[tuple[str, dict[str, Any]]] = [

@@ -29,7 +29,7 @@ from pipelines.training.batches import SampleIndex
 from pipelines.training.loader import PackReader
 from pipelines.training.model import BlockLoss, make_drafter
 from pipelines.training.task import TrainingTask, step_plan
-from storage.target_cache import TargetCache
+from storage.cache.target_cache import TargetCache
 
 STARTS = ("random", "target")
 KINDS = ("dspark", "dflash", "eagle3")

@@ -97,8 +97,16 @@ def make_cache(shape: Shape, root: Path, steps: int) -> None:
     """Random states for as many samples as the steps take."""
     import torch
 
-    from storage.plan import Codecs
-    from storage.target_cache import CachePlan, CacheRow, CodecSpec, create_or_resume, finish, fit_codec, write_unit
+    from storage.cache.plan import Codecs
+    from storage.cache.target_cache import (
+        CachePlan,
+        CacheRow,
+        CodecSpec,
+        create_or_resume,
+        finish,
+        fit_codec,
+        write_unit,
+    )
 
     samples = make_samples(shape, shape.sequences * steps)
 
@@ -147,7 +155,7 @@ class Bench:
         from pipelines.training.batches import SampleIndex, StepPlan
         from pipelines.training.loader import PackReader
         from pipelines.training.model import BlockLoss
-        from storage.target_cache import TargetCache
+        from storage.cache.target_cache import TargetCache
 
         torch.set_num_threads(threads)
         torch.manual_seed(0)

@@ -9,8 +9,8 @@ import torch
 from pipelines.errors import UserError
 
 if TYPE_CHECKING:
-    from storage.records import StoredRow
-    from storage.target_cache import TargetCache
+    from storage.cache.records import StoredRow
+    from storage.cache.target_cache import TargetCache
 
 TOKENS_SHOWN = 12
 

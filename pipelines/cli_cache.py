@@ -53,7 +53,7 @@ def info(
     as_json: JsonOption = False,
 ) -> None:
     """Rows, tokens, bytes a token by part, codecs with their measured errors, identity; of an unfinished cache too."""
-    from storage.target_cache import TargetCache
+    from storage.cache.target_cache import TargetCache
 
     cache = TargetCache.open(cache_in(path), partial=True)
     print_values(cache.info(corpus_tokens=_count(tokens, "--tokens") if tokens else None), as_json)
@@ -66,8 +66,8 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Read everything, check every checksum, and name what is wrong; exit code 1 if anything is."""
-    from storage.target_cache import COMPLETE, Problem, is_finished
-    from storage.target_cache import verify as verify_cache
+    from storage.cache.target_cache import COMPLETE, Problem, is_finished
+    from storage.cache.target_cache import verify as verify_cache
 
     root = cache_in(path)
     problems = verify_cache(root, workers=workers)
@@ -95,7 +95,7 @@ def sample(
 ) -> None:
     """Show rows: ids, spans, what the states look like, and the text with its supervised part in [[ ]]."""
     from pipelines.cache_samples import describe_rows
-    from storage.target_cache import TargetCache
+    from storage.cache.target_cache import TargetCache
 
     cache = TargetCache.open(cache_in(path), partial=True)
     shown = describe_rows(cache, count=rows, sample_id=row or None, target=target or None)
@@ -137,8 +137,8 @@ def recode(
 ) -> None:
     """Write a cache again with other codecs; what no codec is given for is copied bit by bit. Resumes."""
     from pipelines.recoding import directions_of, parts_of
-    from storage.rewriting import recode as recode_cache
-    from storage.target_cache import TargetCache
+    from storage.cache.rewrite import recode as recode_cache
+    from storage.cache.target_cache import TargetCache
 
     features_codec, teacher_codec = _codec(features), _codec(teacher)
     cache = TargetCache.open(cache_in(path))
@@ -174,7 +174,7 @@ def merge(
     as_json: JsonOption = False,
 ) -> None:
     """Join caches of one target that are coded alike; rows are copied bit by bit. Resumes."""
-    from storage.rewriting import merge as merge_caches
+    from storage.cache.rewrite import merge as merge_caches
 
     *sources, new = paths
     if len(sources) < 2:
@@ -203,8 +203,8 @@ def import_deepspec(
     as_json: JsonOption = False,
 ) -> None:
     """Import a binary cache of the reference implementation: bit-exact, or coded on the way. Resumes."""
-    from storage.deepspec_import import import_deepspec as import_cache
-    from storage.plan import DEFAULT_UNIT_TOKENS
+    from storage.cache.deepspec_import import import_deepspec as import_cache
+    from storage.cache.plan import DEFAULT_UNIT_TOKENS
 
     features_codec, teacher_codec = _codec(features), _codec(teacher)
     with _progress(f"importing {source}", as_json) as on_unit:
@@ -225,7 +225,7 @@ def import_deepspec(
 
 def cache_in(path: str) -> str:
     """The cache at a path, or the one of the run there."""
-    from storage.filesystems import Folder
+    from storage.files.filesystems import Folder
 
     return Folder(path).location("cache") if Folder(path).exists("run.json") else path
 
@@ -251,7 +251,7 @@ def _progress(what: str, quiet: bool) -> Iterator[Callable[[Any], None]]:
 
 
 def _print_made(path: str, as_json: bool) -> None:
-    from storage.target_cache import TargetCache
+    from storage.cache.target_cache import TargetCache
 
     print_values(TargetCache.open(path).info(), as_json)
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from dspark.target import Target
     from pipelines.target_facts import TargetFacts
+    from storage.cache.target_cache import CacheRow
     from storage.codecs import Codec, CodecSpec
-    from storage.target_cache import CacheRow
 
 PLANNED = {
     "features": ("bf16", "bf16-planes", "int8", "fp8", "transform", "projected"),
@@ -116,7 +116,7 @@ def spread(items: Sequence[Any], count: int) -> list[Any]:
 def _recorded(settings: Settings) -> list[Answer] | None:
     """The conversations of a run whose `regenerate` is complete; None if there are none."""
     from pipelines.stages.regenerate import read_conversations
-    from storage.filesystems import Folder
+    from storage.files.filesystems import Folder
 
     run = Run(settings)
     if not run.is_complete("regenerate"):
@@ -182,7 +182,7 @@ def _capture(
     """The sample's states, and tokens a second of the target's forward pass."""
     import torch
 
-    from storage.target_cache import CacheRow
+    from storage.cache.target_cache import CacheRow
 
     rows, seconds = [], 0.0
     total = sum(len(answer.ids) for answer in answers)
@@ -234,7 +234,7 @@ class SampleCodecs:
     def fit(self, part: str, spec: CodecSpec) -> Codec:
         from pipelines.stages.capture import target_parts, teacher_row
         from storage.codecs import fit_codec, fit_teacher
-        from storage.codecs.directions import reader_directions
+        from storage.codecs.components import reader_directions
 
         taken = [teacher_row(row) for row in self._rows]
         if part == "teacher":  # it measures on every other row by itself
@@ -268,7 +268,7 @@ class SampleCodecs:
 
 def _write_sample(fitting: SampleCodecs) -> dict[str, Any]:
     """Bytes a token by part, of a cache with the configured codecs that holds the rows that they were not fitted on."""
-    from storage import target_cache as caches
+    from storage.cache import target_cache as caches
 
     plan = caches.CachePlan(
         contract={},

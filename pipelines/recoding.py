@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from pipelines.errors import UserError
 from storage.codecs import CodecSpec
-from storage.filesystems import Folder
+from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
     import torch
 
+    from storage.cache.target_cache import TargetCache
     from storage.codecs import TargetParts
-    from storage.target_cache import TargetCache
 
 
 def parts_of(cache: TargetCache, model: str, teacher: CodecSpec) -> TargetParts:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.errors import UserError
-from storage.filesystems import Folder
+from storage.files.filesystems import Folder
 
 PUBLISHING = ".publishing-"  # how the folder is called in which a publication is put together
 _locked_here: set[str] = set()

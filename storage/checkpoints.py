@@ -22,8 +22,8 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 
-from storage.filesystems import TEMPORARY_SUFFIX, Folder, full_disk_named, sync_folder, temporary_name
-from storage.records import CacheCorrupt, seal, unseal
+from storage.cache.records import CacheCorrupt, seal, unseal
+from storage.files.filesystems import TEMPORARY_SUFFIX, Folder, full_disk_named, sync_folder, temporary_name
 
 COMPLETE, TENSORS, STATE = "COMPLETE.json", "tensors.safetensors", "state.json"
 _NAME = re.compile(r"step-(\d{8,})")

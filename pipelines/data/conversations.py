@@ -227,7 +227,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write all rows, or, if that is interrupted, none."""
-    from storage.filesystems import Folder
+    from storage.files.filesystems import Folder
 
     path = path.absolute()
     with Folder(path.parent).writer(path.name) as stream:

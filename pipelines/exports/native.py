@@ -23,7 +23,7 @@ from dspark.config import DrafterConfig
 from pipelines.exports import gates
 from pipelines.exports.card import model_card
 from pipelines.run_directory import PUBLISHING
-from storage.filesystems import Folder, sync_folder
+from storage.files.filesystems import Folder, sync_folder
 
 MANIFEST = "manifest.json"
 SPECULATORS = "speculators"

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from storage.filesystems import TEMPORARY_SUFFIX, Folder
+from storage.files.filesystems import TEMPORARY_SUFFIX, Folder
 
 # What a row is about; the same columns lead both tables.
 LABEL_FIELDS = [

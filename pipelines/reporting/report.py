@@ -24,7 +24,7 @@ from pipelines.reporting.events import COMPLETION_SCHEMA, EVENT_SCHEMA
 from pipelines.reporting.markdown import render_markdown
 from pipelines.reporting.page import render_page
 from pipelines.reporting.samples import Decode, sample_texts
-from storage.filesystems import Folder
+from storage.files.filesystems import Folder
 
 SCHEMA = "dspark-report/1"
 MOST_POINTS = 300

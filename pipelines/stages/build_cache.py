@@ -25,8 +25,8 @@ from pipelines.stages.capture import CaptureUnit, CaptureWorker, Conversation, F
 from pipelines.stages.regenerate import read_conversations
 from pipelines.stages.workers import on_pool, session
 from pipelines.target_facts import TargetFacts, examine_target
-from storage.filesystems import Folder
-from storage.target_cache import CachePlan, CodecSpec, TargetCache, create_or_resume, finish
+from storage.cache.target_cache import CachePlan, CodecSpec, TargetCache, create_or_resume, finish
+from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
     from pipelines.progress import Reporter
@@ -107,8 +107,8 @@ def take_out_damage(run: Run, reporter: Reporter) -> None:
     Where something is damaged that every row depends on, the whole cache goes to `damaged/`. Raises UserError if there
     is no cache of these settings.
     """
-    from storage.records import CacheCorrupt
-    from storage.repair import discard_damaged
+    from storage.cache.records import CacheCorrupt
+    from storage.cache.repair import discard_damaged
 
     with run.directory.lock():
         if run.record("cache") is None:

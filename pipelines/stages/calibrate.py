@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines.settings import Settings
 from pipelines.stages.decode_events import DSPARK, DecodePlan, cut, decode_all, read_split
 from pipelines.target_facts import examine_target
-from storage.filesystems import Folder
+from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
     from pipelines.progress import Reporter

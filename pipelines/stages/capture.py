@@ -15,10 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines.settings import Settings
 from pipelines.stages.workers import open_target
 from pipelines.target_facts import TargetFacts
-from storage.codecs import TargetParts, TeacherRow, finished, fit_teacher
-from storage.codecs.measure import total_variation
-from storage.filesystems import Folder
-from storage.target_cache import (
+from storage.cache.target_cache import (
     CachePlan,
     CacheRow,
     Codecs,
@@ -29,6 +26,9 @@ from storage.target_cache import (
     load_codecs,
     write_unit,
 )
+from storage.codecs import TargetParts, TeacherRow, finished, fit_teacher
+from storage.codecs.measure import total_variation
+from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
     import torch
@@ -220,8 +220,8 @@ def target_parts(target: Target, teacher_codec: str) -> TargetParts:
 
 def teacher_row(row: CacheRow) -> TeacherRow:
     """A captured row on the CPU, for codecs to be fitted on."""
+    from storage.cache.records import teacher_positions
     from storage.codecs import as_tensor
-    from storage.records import teacher_positions
 
     assert row.last is not None
     positions = teacher_positions(row.spans, len(row.input_ids))

@@ -31,7 +31,7 @@ from pipelines.stages.decode_events import (
 from pipelines.stages.serving import measure_serving
 from pipelines.stages.step_costs import find_step_costs, table_identity
 from pipelines.target_facts import examine_target
-from storage.filesystems import Folder
+from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
     from pipelines.progress import Reporter

@@ -26,9 +26,9 @@ from pipelines.stages.capture import DIRECTIONS, CaptureWorker, Conversation
 from pipelines.stages.train import HOW_AND_NOT_WHAT, count_steps, require_shared_folder, train_on, weights_identity
 from pipelines.stages.workers import on_pool, session
 from pipelines.target_facts import examine_target
-from storage.filesystems import Folder
+from storage.cache.target_cache import CodecSpec, TargetCache, is_finished
+from storage.files.filesystems import Folder
 from storage.order import steps_per_epoch
-from storage.target_cache import CodecSpec, TargetCache, is_finished
 
 if TYPE_CHECKING:
     import torch
@@ -218,7 +218,7 @@ class PilotWorker(CaptureWorker):
     def _write_directions(self, unit: FindUnit, drafters: dict[str, Any]) -> None:
         from safetensors.torch import save
 
-        from storage.codecs.directions import reader_directions
+        from storage.codecs.components import reader_directions
 
         cache = TargetCache.open(f"{self.root}/cache")
         width = self.target.hidden_size * len(self.target.layer_ids)

@@ -15,7 +15,7 @@ from pipelines.settings import Settings
 from pipelines.stages.calibrate import read_calibration
 from pipelines.stages.workers import open_target
 from pipelines.target_facts import examine_target
-from storage.filesystems import Folder
+from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
     from pipelines.progress import Reporter

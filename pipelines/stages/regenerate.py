@@ -21,7 +21,7 @@ from pipelines.errors import UserError
 from pipelines.settings import Settings
 from pipelines.stages.workers import on_pool, open_target, session
 from pipelines.target_facts import TargetFacts, examine_target
-from storage.filesystems import Folder
+from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
     from pipelines.progress import Reporter

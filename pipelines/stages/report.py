@@ -15,7 +15,7 @@ from pipelines.settings import Settings
 from pipelines.stages.calibrate import read_calibration
 from pipelines.stages.evaluate import TIMINGS
 from pipelines.target_facts import examine_target
-from storage.filesystems import Folder
+from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
     from pipelines.progress import Reporter
@@ -37,7 +37,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     from pipelines.stages.decode_events import read_split
     from pipelines.stages.regenerate import read_conversations
     from pipelines.training.log import training_rows
-    from storage.target_cache import TargetCache
+    from storage.cache.target_cache import TargetCache
 
     facts = examine_target(settings)
     evaluation, conversations = Folder(run.location("evaluate")), Folder(run.location("regenerate"))

@@ -28,7 +28,7 @@ from pipelines.stages.decode_events import (
 )
 from pipelines.stages.step_costs import serving_temperature
 from pipelines.stages.workers import on_pool, open_target, session
-from storage.filesystems import Folder
+from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
     from pipelines.progress import Reporter

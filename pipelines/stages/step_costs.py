@@ -16,7 +16,7 @@ from pipelines.errors import UserError
 from pipelines.settings import EvaluateSettings
 from pipelines.stages.decode_events import DSPARK, DecodePlan, open_drafters
 from pipelines.stages.workers import on_pool, open_target, session
-from storage.filesystems import Folder
+from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
     from pipelines.progress import Reporter

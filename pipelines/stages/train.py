@@ -111,8 +111,8 @@ def train_on(
     """Train on a finished cache in the current Ray session, going on with what `output` holds; the log's lines."""
     from pipelines.training.log import LOG, read_log
     from pipelines.training.task import TrainingTask, drafter_config
+    from storage.cache.target_cache import TargetCache
     from storage.checkpoints import complete_checkpoints
-    from storage.target_cache import TargetCache
 
     samples = len(TargetCache.open(cache))
     drafter_config(settings, facts)  # raises for settings that no drafter can have

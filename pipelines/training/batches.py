@@ -22,7 +22,7 @@ from dspark.packing import plan_packs
 from storage.order import global_batches, position, steps_per_epoch
 
 if TYPE_CHECKING:
-    from storage.target_cache import TargetCache
+    from storage.cache.target_cache import TargetCache
 
 Spans = tuple[tuple[int, int], ...]
 

@@ -1,7 +1,7 @@
 """Packed batches of the steps to come: read, decoded and packed ahead of need, within a bound of bytes.
 
-Worker processes do it (`storage.read_ahead`), or a thread of this process where none are asked for. A pack's size is
-known from its rows' lengths before anything is read, so the bound holds whatever the readers do.
+Worker processes do it (`storage.cache.read_ahead`), or a thread of this process where none are asked for. A pack's
+size is known from its rows' lengths before anything is read, so the bound holds whatever the readers do.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 from dspark.packing import DenseTeacher, PackedBatch, Sample, pack
 from pipelines.training.batches import Pack, Step, StepPlan
 from pipelines.training.teacher import Finish, teacher_of
-from storage.read_ahead import ReadAhead
+from storage.cache.read_ahead import ReadAhead
 
 if TYPE_CHECKING:
-    from storage.target_cache import TargetCache
+    from storage.cache.target_cache import TargetCache
 
 
 class PackReader:

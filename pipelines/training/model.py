@@ -20,7 +20,7 @@ from dspark.starting_weights import build_drafter
 from pipelines.stages.workers import open_target
 from pipelines.training.task import TrainingTask, drafter_config
 from pipelines.training.teacher import Finish
-from storage.target_cache import TargetCache
+from storage.cache.target_cache import TargetCache
 
 if TYPE_CHECKING:
     from dspark.drafter import Drafter

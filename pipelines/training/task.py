@@ -9,7 +9,7 @@ from dspark.config import DrafterConfig
 from pipelines.settings import Settings
 from pipelines.target_facts import TargetFacts
 from pipelines.training.batches import SampleIndex, StepPlan
-from storage.target_cache import TargetCache
+from storage.cache.target_cache import TargetCache
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from dspark.packing import DenseTeacher, SparseTeacher, Teacher, TopOffsets
 
 if TYPE_CHECKING:
-    from storage.target_cache import StoredRow
+    from storage.cache.target_cache import StoredRow
 
 Finish = Callable[[Tensor], Tensor]
 

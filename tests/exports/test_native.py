@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from dspark.drafter import load_drafter
 from pipelines.exports import gates, native
 from pipelines.exports.native import Publication, PublishError, publish_native, verify_published
-from storage.filesystems import Folder
+from storage.files.filesystems import Folder
 
 
 @pytest.fixture

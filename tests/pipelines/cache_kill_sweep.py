@@ -36,7 +36,7 @@ from whole_run import finish, start, write_config
 
 from pipelines.data.gguf_file import convert_llama
 from pipelines.provenance import collect
-from storage.target_cache import TargetCache, is_finished, verify
+from storage.cache.target_cache import TargetCache, is_finished, verify
 
 KILLS_A_BUILD = 10
 WORKER = "ray::_Host"  # what Ray calls the process of a pool's actor

@@ -11,7 +11,7 @@ from pipelines.settings import load_settings
 from pipelines.stages import capture
 from pipelines.stages.capture import CaptureUnit, CaptureWorker, Conversation, FitUnit
 from pipelines.target_facts import examine_target
-from storage.target_cache import CachePlan, CodecSpec, NonFiniteState, TargetCache, create_or_resume, finish
+from storage.cache.target_cache import CachePlan, CodecSpec, NonFiniteState, TargetCache, create_or_resume, finish
 
 LENGTHS = [9, 30, 4, 17, 30, 5, 22, 11, 2, 26, 8, 19]
 

@@ -87,7 +87,7 @@ def test_only_errors_that_our_code_raises_are_taken_for_a_users_mistake() -> Non
         raise AssertionError
 
     assert cli.is_users_mistake(UserError("x"))
-    assert cli.is_users_mistake(caught("raise ValueError('x')", "storage.target_cache"))
+    assert cli.is_users_mistake(caught("raise ValueError('x')", "storage.cache.target_cache"))
     assert not cli.is_users_mistake(caught("raise ValueError('x')", "torch.nn"))
-    assert not cli.is_users_mistake(caught("int('x')", "storage.target_cache"))
-    assert not cli.is_users_mistake(caught("raise RuntimeError('x')", "storage.target_cache"))
+    assert not cli.is_users_mistake(caught("int('x')", "storage.cache.target_cache"))
+    assert not cli.is_users_mistake(caught("raise RuntimeError('x')", "storage.cache.target_cache"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from whole_run import dspark
 
-from storage.target_cache import TargetCache
+from storage.cache.target_cache import TargetCache
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 REFERENCE = str(GOLDEN / "deepspec_target_cache_v2")

@@ -20,7 +20,7 @@ from pipelines.settings import Settings, load_settings
 from pipelines.stages.capture import Conversation
 from pipelines.stages.pilot import pilot_sample, pilot_settings
 from pipelines.stages.train import count_steps
-from storage.target_cache import TargetCache
+from storage.cache.target_cache import TargetCache
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

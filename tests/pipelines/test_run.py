@@ -16,7 +16,7 @@ from pipelines.progress import Reporter
 from pipelines.run import Run, Stage, open_run, run_stages, settings_of
 from pipelines.run_directory import RunDirectory
 from pipelines.settings import Settings, settings_from_dict
-from storage.filesystems import temporary_name
+from storage.files.filesystems import temporary_name
 
 CALLS: list[str] = []
 
@@ -91,7 +91,7 @@ def test_a_stage_that_stopped_goes_on_and_nothing_before_it(tmp_path: Path) -> N
 
 
 def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
-    writer = "import os, sys; from storage.filesystems import *; print(temporary_name(sys.argv[1]))"
+    writer = "import os, sys; from storage.files.filesystems import *; print(temporary_name(sys.argv[1]))"
     dead = subprocess.run([sys.executable, "-c", writer, "data.json"], capture_output=True, text=True, check=True)
     living = tmp_path / "two" / temporary_name("data.json")
     for path in (tmp_path / "one" / dead.stdout.strip(), living, tmp_path / ".publishing-x" / "published" / "a"):

@@ -19,7 +19,7 @@ from pipelines.run_directory import RunDirectory
 from pipelines.settings import Settings, settings_from_dict
 from pipelines.stages.workers import on_pool, session
 from pipelines.target_facts import examine_target
-from storage.target_cache import TargetCache
+from storage.cache.target_cache import TargetCache
 
 WAITS = (
     "import sys, time\n"

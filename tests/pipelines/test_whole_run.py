@@ -19,7 +19,7 @@ from whole_run import (
 )
 
 from pipelines.exports.native import verify_published
-from storage.verify import verify
+from storage.cache.verify import verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

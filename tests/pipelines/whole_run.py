@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from pipelines import cli
-from storage.target_cache import TargetCache
+from storage.cache.target_cache import TargetCache
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("regenerate", "cache", "train", "calibrate", "evaluate", "report", "publish")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from storage.target_cache import (
+from storage.cache.target_cache import (
     CachePlan,
     CacheRow,
     Codecs,

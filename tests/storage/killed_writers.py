@@ -16,8 +16,8 @@ from typing import NoReturn
 import torch
 from cache_builders import SAMPLES, fit, make_row, rows_of
 
+from storage.cache.target_cache import CachePlan, TargetCache, create_or_resume, finish, write_unit
 from storage.checkpoints import complete_checkpoints, save_checkpoint
-from storage.target_cache import CachePlan, TargetCache, create_or_resume, finish, write_unit
 
 LENGTH_OF = dict(SAMPLES)
 

@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 from cache_builders import SAMPLES, build, make_plan
 
-from storage.filesystems import Folder
-from storage.target_cache import TargetCache
+from storage.cache.target_cache import TargetCache
+from storage.files.filesystems import Folder
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "test",

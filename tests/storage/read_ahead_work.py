@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from storage.target_cache import TargetCache
+from storage.cache.target_cache import TargetCache
 
 
 def join(cache: TargetCache, rows: tuple[int, ...]) -> dict[str, Any]:

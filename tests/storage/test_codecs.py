@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from storage.codecs import CODECS, Codec, CodecSpec, dump_codec, fit_codec, load_codec
 from storage.codecs.base import StoredTeacher, TargetParts
-from storage.codecs.directions import reader_directions
+from storage.codecs.components import reader_directions
 from storage.codecs.measure import snr_db, teacher_error
 from storage.codecs.symbols import NIBBLE, PAIR, WIDE, pack, unpack
 from storage.codecs.transform import head_metric

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from storage.cache.deepspec_import import DeepSpecCache, import_deepspec, spans_of
+from storage.cache.records import teacher_positions
+from storage.cache.target_cache import TargetCache
 from storage.codecs import CodecSpec
 from storage.codecs.measure import snr_db
-from storage.deepspec_import import DeepSpecCache, import_deepspec, spans_of
-from storage.records import teacher_positions
-from storage.target_cache import TargetCache
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SOURCE = GOLDEN / "deepspec_target_cache_v2"

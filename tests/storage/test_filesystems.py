@@ -16,10 +16,10 @@ import pytest
 from cache_builders import build, fit, folder_bytes, make_plan, rows_of
 from killed_writers import read_through_copy
 
-from storage import target_cache
-from storage.filesystems import Folder, StorageFull, temporary_name
-from storage.local_copy import LocalCopy
-from storage.target_cache import CacheCorrupt, TargetCache, create_or_resume, finish, write_unit
+from storage.cache import target_cache
+from storage.cache.target_cache import CacheCorrupt, TargetCache, create_or_resume, finish, write_unit
+from storage.files.filesystems import Folder, StorageFull, temporary_name
+from storage.files.local_copy import LocalCopy
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:

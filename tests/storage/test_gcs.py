@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from object_stores import check_build_and_reading, check_interrupted_writer, gcs_server
 
-from storage import filesystems
-from storage.filesystems import Folder
-from storage.target_cache import TargetCache
+from storage.cache.target_cache import TargetCache
+from storage.files import filesystems
+from storage.files.filesystems import Folder
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ import pytest
 from cache_builders import SAMPLES, build, folder_bytes, make_plan, make_row
 from killed_writers import build_until_killed
 
-from storage.commits import MANIFEST
-from storage.target_cache import TargetCache
+from storage.cache.commits import MANIFEST
+from storage.cache.target_cache import TargetCache
 
 
 def check_partial(root: Path) -> None:

@@ -12,11 +12,11 @@ import torch
 from cache_builders import HIDDEN, LAYERS, SAMPLES, make_plan, make_row
 from plain_reader import PlainReader
 
-from storage import shards
+from storage.cache import shards
+from storage.cache.plan import CachePlan, Codecs
+from storage.cache.records import CacheRow, StoredRow, teacher_positions
+from storage.cache.target_cache import TargetCache, create_or_resume, finish, write_unit
 from storage.codecs import CodecSpec, TargetParts, TeacherRow, fit_codec, fit_teacher
-from storage.plan import CachePlan, Codecs
-from storage.records import CacheRow, StoredRow, teacher_positions
-from storage.target_cache import TargetCache, create_or_resume, finish, write_unit
 
 WIDTH, VOCABULARY = LAYERS * HIDDEN, 300
 HEAD = 0.7 * torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(4))

@@ -13,9 +13,9 @@ import read_ahead_work as work
 import torch
 from cache_builders import SAMPLES, build, make_plan
 
-from storage.read_ahead import ReadAhead, WorkerDied
-from storage.records import CacheCorrupt
-from storage.target_cache import TargetCache
+from storage.cache.read_ahead import ReadAhead, WorkerDied
+from storage.cache.records import CacheCorrupt
+from storage.cache.target_cache import TargetCache
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_workers_end_with_their_reader(cache: TargetCache, tmp_path: Path) -> No
     program = (
         f"import sys, os, signal, time; sys.path[:] = {sys.path!r}\n"
         "import read_ahead_work as work\n"
-        "from storage.target_cache import ReadAhead, TargetCache\n"
+        "from storage.cache.target_cache import ReadAhead, TargetCache\n"
         f"cache = TargetCache.open({cache.folder.url!r})\n"
         f"ahead = ReadAhead(cache, [({str(tmp_path)!r}, 0)], work.slow, cost=lambda item: 1)\n"
         "ahead._hand_out()\n"

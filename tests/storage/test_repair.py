@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from cache_builders import build, make_plan
 
-from storage.commits import COMPLETE, commit_name, shard_name
-from storage.records import CacheCorrupt
-from storage.repair import discard_damaged
-from storage.verify import verify
+from storage.cache.commits import COMPLETE, commit_name, shard_name
+from storage.cache.records import CacheCorrupt
+from storage.cache.repair import discard_damaged
+from storage.cache.verify import verify
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from object_stores import (
     s3_server,
 )
 
-from storage import filesystems
-from storage.filesystems import Folder
-from storage.target_cache import TargetCache
+from storage.cache.target_cache import TargetCache
+from storage.files import filesystems
+from storage.files.filesystems import Folder
 
 pytestmark = pytest.mark.slow
 

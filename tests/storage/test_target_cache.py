@@ -9,13 +9,10 @@ import pytest
 import torch
 from cache_builders import HIDDEN, LAYERS, SAMPLES, build, fit, folder_bytes, make_plan, make_row, make_rows, rows_of
 
-from storage.codecs import CodecSpec
-from storage.commits import estimate_unit, open_folder
-from storage.filesystems import Folder
-from storage.identity import IdentityMismatch
-from storage.records import CacheCorrupt, teacher_positions
-from storage.shards import BATCH_BYTES, encode_row
-from storage.target_cache import (
+from storage.cache.commits import estimate_unit, open_folder
+from storage.cache.records import CacheCorrupt, teacher_positions
+from storage.cache.shards import BATCH_BYTES, encode_row
+from storage.cache.target_cache import (
     CachePlan,
     NonFiniteState,
     StorageFull,
@@ -26,6 +23,9 @@ from storage.target_cache import (
     plan_units,
     write_unit,
 )
+from storage.codecs import CodecSpec
+from storage.files.filesystems import Folder
+from storage.identity import IdentityMismatch
 
 
 @pytest.mark.parametrize("codec", ["bf16", "bf16-planes", "int8", "fp8", "transform"])

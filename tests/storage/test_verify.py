@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from cache_builders import SAMPLES, build, make_plan
 
-from storage.records import CacheCorrupt, seal, unseal
-from storage.target_cache import TargetCache
-from storage.verify import examine_shard, verify
+from storage.cache.records import CacheCorrupt, seal, unseal
+from storage.cache.target_cache import TargetCache
+from storage.cache.verify import examine_shard, verify
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def cache(sound: Path, tmp_path: Path) -> Path:
 
 def quick_verify(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """`verify`, with suspicious shards examined in this process (a fresh one costs seconds)."""
-    from storage import verify as module
+    from storage.cache import verify as module
 
     def examine(jobs: list, workers: int) -> list:
         return [problem for job in jobs if not module._is_whole(job) for problem in examine_shard(job)]

@@ -18,7 +18,7 @@ from toy_training import ROWS, UNSUPERVISED, Toy
 from pipelines.training.batches import Pack, SampleIndex, StepPlan
 from pipelines.training.loader import Loader, PackReader, _ThreadAhead
 from pipelines.training.task import step_plan
-from storage.target_cache import TargetCache
+from storage.cache.target_cache import TargetCache
 
 pytestmark = pytest.mark.timeout(300)
 

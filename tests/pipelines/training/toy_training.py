@@ -27,7 +27,7 @@ from pipelines.stages.workers import open_target
 from pipelines.target_facts import TargetFacts, examine_target
 from pipelines.training.task import TrainingTask
 from pipelines.yaml_files import parse_text
-from storage.target_cache import CachePlan, CacheRow, CodecSpec, create_or_resume, finish, write_unit
+from storage.cache.target_cache import CachePlan, CacheRow, CodecSpec, create_or_resume, finish, write_unit
 
 ROWS, PROMPT, ANSWER = 13, 6, 22
 UNSUPERVISED, ONE_TOKEN = 3, 4  # rows without a supervised token, and with a single one

@@ -13,7 +13,7 @@ from typing import Any
 
 from cache_builders import make_plan
 
-from storage.target_cache import CachePlan
+from storage.cache.target_cache import CachePlan
 
 LONG_SAMPLES = [(f"sample-{number:03d}", 2000 + 137 * number) for number in range(24)]
 

@@ -20,9 +20,9 @@ import torch
 from cache_builders import build, make_row
 from common import LONG_SAMPLES, large_plan, parser, record
 
-import storage.verify
-from storage.records import CacheCorrupt, seal, unseal
-from storage.target_cache import TargetCache, verify
+import storage.cache.verify
+from storage.cache.records import CacheCorrupt, seal, unseal
+from storage.cache.target_cache import TargetCache, verify
 
 
 def reading(root: Path, exact: list[torch.Tensor]) -> str:
@@ -37,8 +37,8 @@ def reading(root: Path, exact: list[torch.Tensor]) -> str:
     return "right rows"
 
 
-def examine_here(jobs: list[storage.verify.Job]) -> list[storage.verify.Problem]:
-    return [problem for job in jobs for problem in storage.verify.examine_shard(job)]
+def examine_here(jobs: list[storage.cache.verify.Job]) -> list[storage.cache.verify.Problem]:
+    return [problem for job in jobs for problem in storage.cache.verify.examine_shard(job)]
 
 
 def check(root: Path, names: tuple[str, ...], exact: list[torch.Tensor], counts: Counter[str]) -> None:
@@ -47,7 +47,7 @@ def check(root: Path, names: tuple[str, ...], exact: list[torch.Tensor], counts:
     if counts["checks"] % 10 == 1:
         problems = verify(root, workers=2)
     else:
-        with patch.object(storage.verify, "_examine_apart", examine_here):
+        with patch.object(storage.cache.verify, "_examine_apart", examine_here):
             problems = verify(root, workers=2)
     for name in names:
         mine = [problem for problem in problems if problem.file == name or name in problem.what]

@@ -21,8 +21,8 @@ from unittest.mock import patch
 from cache_builders import build, folder_bytes
 from common import large_plan, parser, record
 
-from storage.filesystems import Folder, StorageFull
-from storage.target_cache import TargetCache, verify
+from storage.cache.target_cache import TargetCache, verify
+from storage.files.filesystems import Folder, StorageFull
 
 INSIDE = "DSPARK_TEST_TMPFS"
 

@@ -26,7 +26,7 @@ from common import parser, record
 from killed_writers import Kill, drive, read_on
 from test_kill import kill_and_finish
 
-from storage.target_cache import CachePlan, is_finished, verify
+from storage.cache.target_cache import CachePlan, is_finished, verify
 
 CODEC = "int8"
 KILLS_A_BUILD = 4  # at most; the build is started again after each, and the last start is left alone

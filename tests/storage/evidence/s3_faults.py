@@ -17,10 +17,10 @@ from cache_builders import SAMPLES, build, make_plan, make_row
 from common import parser, record
 from object_stores import CREDENTIALS, FaultyProxy, make_bucket, s3_server
 
-from storage import filesystems
-from storage.filesystems import Folder
-from storage.records import CacheCorrupt
-from storage.target_cache import TargetCache
+from storage.cache.records import CacheCorrupt
+from storage.cache.target_cache import TargetCache
+from storage.files import filesystems
+from storage.files.filesystems import Folder
 
 
 def until_done(what: str, work: Any, errors: Counter[str]) -> Any:

@@ -16,8 +16,8 @@ from typing import Any
 from cache_builders import build, make_plan
 from common import parser, record
 
+from storage.cache.target_cache import TargetCache
 from storage.order import deal, global_batches, position, steps_per_epoch
-from storage.target_cache import TargetCache
 
 BATCH, SEED = 7, 5
 WORLDS = (1, 2, 4, 8)

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from storage.codecs import Codec, CodecSpec, TargetParts, TeacherRow, codec_class, fit_codec, fit_teacher
-from storage.commits import (
+from storage.cache.commits import (
     COMPLETE,
     DATASET_INFO,
     MANIFEST,
@@ -28,13 +27,14 @@ from storage.commits import (
     load_codecs,
     write_unit,
 )
-from storage.filesystems import TEMPORARY_SUFFIX, Folder
+from storage.cache.plan import DEFAULT_UNIT_TOKENS, CachePlan, Codecs
+from storage.cache.read_ahead import ReadAhead
+from storage.cache.records import StoredRow
+from storage.cache.shards import checksum_of
+from storage.cache.target_cache import TargetCache
+from storage.codecs import Codec, CodecSpec, TargetParts, TeacherRow, codec_class, fit_codec, fit_teacher
+from storage.files.filesystems import TEMPORARY_SUFFIX, Folder
 from storage.identity import differences
-from storage.plan import DEFAULT_UNIT_TOKENS, CachePlan, Codecs
-from storage.read_ahead import ReadAhead
-from storage.records import StoredRow
-from storage.shards import checksum_of
-from storage.target_cache import TargetCache
 
 FIT_TOKENS = 8192  # tokens whose states a codec is fitted on
 ROOT_FILES = (MANIFEST, SAMPLES, COMPLETE, STATE, DATASET_INFO)

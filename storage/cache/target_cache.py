@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from storage.codecs import Codec, CodecSpec, fit_codec
-from storage.commits import (
+from storage.cache.commits import (
     COMPLETE,
     MANIFEST,
     Opened,
@@ -27,13 +26,14 @@ from storage.commits import (
     open_folder,
     write_unit,
 )
-from storage.filesystems import Folder, StorageFull
-from storage.local_copy import LocalCopy
-from storage.plan import CachePlan, Codecs, Spans, plan_units
-from storage.read_ahead import ReadAhead
-from storage.records import AGAIN, WHOLE, CacheCorrupt, CacheRow, StoredRow, unseal
-from storage.shards import NonFiniteState, ShardReader, checksum_of, decode_row, encode_row
-from storage.verify import Problem, verify
+from storage.cache.plan import CachePlan, Codecs, Spans, plan_units
+from storage.cache.read_ahead import ReadAhead
+from storage.cache.records import AGAIN, WHOLE, CacheCorrupt, CacheRow, StoredRow, unseal
+from storage.cache.shards import NonFiniteState, ShardReader, checksum_of, decode_row, encode_row
+from storage.cache.verify import Problem, verify
+from storage.codecs import Codec, CodecSpec, fit_codec
+from storage.files.filesystems import Folder, StorageFull
+from storage.files.local_copy import LocalCopy
 
 __all__ = [
     "CacheCorrupt",

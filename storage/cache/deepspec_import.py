@@ -19,12 +19,12 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from storage.cache.plan import DEFAULT_UNIT_TOKENS, CachePlan, Codecs
+from storage.cache.records import CacheRow, teacher_positions
+from storage.cache.rewrite import FIT_TOKENS, OnUnit, write_cache
+from storage.cache.shards import encode_row
 from storage.codecs import CodecSpec, TeacherRow, as_tensor, fit_codec, fit_teacher
-from storage.filesystems import Folder
-from storage.plan import DEFAULT_UNIT_TOKENS, CachePlan, Codecs
-from storage.records import CacheRow, teacher_positions
-from storage.rewriting import FIT_TOKENS, OnUnit, write_cache
-from storage.shards import encode_row
+from storage.files.filesystems import Folder
 
 RECORD = struct.Struct("<qii5q")
 MAX_OPEN = 32  # shards held open

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from storage.cache.records import check_spans
 from storage.codecs import CodecSpec
 from storage.codecs.base import Codec
 from storage.identity import identity_of, plain
-from storage.records import check_spans
 
 Spans = Sequence[tuple[int, int]]
 

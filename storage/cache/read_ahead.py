@@ -191,7 +191,7 @@ class _Worker:
     def __post_init__(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            start = f"import sys; sys.path[:] = {sys.path!r}; from storage.read_ahead import serve; serve({{}})"
+            start = f"import sys; sys.path[:] = {sys.path!r}; from storage.cache.read_ahead import serve; serve({{}})"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", start.format(theirs.fileno())],
                 pass_fds=[theirs.fileno()],

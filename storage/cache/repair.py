@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from os import PathLike
 
-from storage.commits import COMPLETE, commit_name, shard_name
-from storage.filesystems import Folder
-from storage.records import CacheCorrupt
-from storage.verify import Problem, verify
+from storage.cache.commits import COMPLETE, commit_name, shard_name
+from storage.cache.records import CacheCorrupt
+from storage.cache.verify import Problem, verify
+from storage.files.filesystems import Folder
 
 _OF_A_UNIT = re.compile(r"(?:shards|commits)/unit-(\d+)\.(?:arrow|json)")
 

@@ -13,8 +13,8 @@ from os import PathLike, utime
 from pathlib import Path
 from typing import IO, Any
 
-from storage.filesystems import Folder, StorageFull, full_disk_named, temporary_name
-from storage.records import AGAIN, CacheCorrupt
+from storage.cache.records import AGAIN, CacheCorrupt
+from storage.files.filesystems import Folder, StorageFull, full_disk_named, temporary_name
 
 ATTEMPTS, PAUSE = 4, 0.5  # for a shard that arrives altered; seconds before the second one, doubled for each further
 WAIT = 0.1  # seconds between two looks for room

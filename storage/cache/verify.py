@@ -14,10 +14,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from storage.commits import COMPLETE, MANIFEST, commit_name, committed_units, open_folder, shard_name
-from storage.filesystems import TEMPORARY_SUFFIX, Folder
-from storage.records import CacheCorrupt, unseal
-from storage.shards import ShardReader, checksum_of
+from storage.cache.commits import COMPLETE, MANIFEST, commit_name, committed_units, open_folder, shard_name
+from storage.cache.records import CacheCorrupt, unseal
+from storage.cache.shards import ShardReader, checksum_of
+from storage.files.filesystems import TEMPORARY_SUFFIX, Folder
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _examine_apart(jobs: list[Job]) -> list[Problem]:
     """Parse damaged files in a process of their own: whatever they do there, this one goes on."""
     if not jobs:
         return []
-    command = [sys.executable, "-m", "storage.verify"]
+    command = [sys.executable, "-m", "storage.cache.verify"]
     done = subprocess.run(command, input=pickle.dumps(jobs), capture_output=True, check=False)
     if done.returncode == 0:
         return list(pickle.loads(done.stdout))
@@ -194,7 +194,7 @@ def _examine_batch(data: bytes, record: Mapping[str, Any], number: int, row: int
 
 
 if __name__ == "__main__":
-    from storage import verify as module  # the importable one, so that what is pickled can be read back
+    from storage.cache import verify as module  # the importable one, so that what is pickled can be read back
 
     found = [problem for job in pickle.load(sys.stdin.buffer) for problem in module.examine_shard(job)]
     sys.stdout.buffer.write(pickle.dumps(found))

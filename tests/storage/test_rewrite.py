@@ -9,12 +9,12 @@ import pytest
 import torch
 from cache_builders import HIDDEN, SAMPLES, build, folder_bytes, make_plan, make_row
 
+from storage.cache.records import CacheCorrupt
+from storage.cache.rewrite import merge, recode
+from storage.cache.target_cache import TargetCache
 from storage.codecs import CodecSpec, TargetParts
 from storage.codecs.measure import snr_db
 from storage.identity import IdentityMismatch
-from storage.records import CacheCorrupt
-from storage.rewriting import merge, recode
-from storage.target_cache import TargetCache
 
 INT8, TRANSFORM = CodecSpec(name="int8"), CodecSpec(name="transform")
 HALVES = SAMPLES[:6], SAMPLES[6:]

@@ -11,9 +11,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from storage.codecs.base import StoredTeacher, as_tensor
-from storage.plan import Codecs
-from storage.records import (
+from storage.cache.plan import Codecs
+from storage.cache.records import (
     AGAIN,
     CacheCorrupt,
     CacheRow,
@@ -23,6 +22,7 @@ from storage.records import (
     schema,
     teacher_positions,
 )
+from storage.codecs.base import StoredTeacher, as_tensor
 
 BATCH_BYTES = 4 << 20
 """A record batch is closed once its columns reach this size, so offsets inside it stay far below 2^31."""

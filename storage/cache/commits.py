@@ -17,12 +17,12 @@ from typing import IO, Any
 
 import numpy as np
 
+from storage.cache.plan import FORMAT, VERSION, CachePlan, Codecs, SampleIndex, write_samples
+from storage.cache.records import WHOLE, CacheCorrupt, CacheRow, dataset_features, seal, unseal
+from storage.cache.shards import NonFiniteState, encode_row, write_shard
 from storage.codecs import dump_codec, fit_codec, load_codec
-from storage.filesystems import Folder, StorageFull
+from storage.files.filesystems import Folder, StorageFull
 from storage.identity import require_same
-from storage.plan import FORMAT, VERSION, CachePlan, Codecs, SampleIndex, write_samples
-from storage.records import WHOLE, CacheCorrupt, CacheRow, dataset_features, seal, unseal
-from storage.shards import NonFiniteState, encode_row, write_shard
 
 MANIFEST, SAMPLES, COMPLETE = "manifest.json", "samples.arrow", "COMPLETE.json"
 STATE, DATASET_INFO = "state.json", "dataset_info.json"

@@ -1,0 +1,1 @@
+"""Files and folders, local and on object stores: written whole or not at all."""
