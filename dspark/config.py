@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dspark.families import FAMILIES, as_dict, family_of, read_sizes
+from dspark.registry import SettingError as SettingError
 
 Algorithm = Literal["dspark", "dflash", "eagle3"]
 MAX_BLOCK_SIZE = 64
@@ -15,10 +16,6 @@ EAGLE3_ARCHITECTURE = "Qwen3Eagle3Model"
 
 # The layers that the paper captures, by the target's number of layers.
 _PAPER_LAYER_IDS = {36: (1, 9, 17, 25, 33), 40: (1, 10, 19, 28, 37), 48: (5, 17, 29, 41, 46)}
-
-
-class SettingError(ValueError):
-    """A setting has a value that cannot work; the message names value, allowed range and option."""
 
 
 def default_layer_ids(num_layers: int, count: int = 5) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from pipelines.drafter_settings import Algorithm, DrafterSettings, LossSettings
+from pipelines.plugins import load_plugins, load_texts, plugin_texts
 from pipelines.recipes import require_fitting_loss, with_recipe
 from pipelines.section import NonNegative, Positive, Section, Share
 from pipelines.setting_errors import explain
@@ -342,6 +343,15 @@ class Settings(Section):
     publish: PublishSettings = PublishSettings()
     tracking: TrackingSettings = TrackingSettings()
     cluster: ClusterSettings = ClusterSettings()
+    plugins: tuple[str, ...] = ()  # Python files, or modules, that add algorithms, loss terms, codecs or trackers
+
+    def __getstate__(self) -> dict[Any, Any]:
+        return {**super().__getstate__(), "plugin_texts": plugin_texts(self.plugins)}
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        state = dict(state)  # a worker meets the settings first, and then what the plugins add
+        load_texts(state["__dict__"]["plugins"], state.pop("plugin_texts"))
+        super().__setstate__(state)
 
     @model_validator(mode="after")
     def _loss_fits_the_drafter(self) -> Settings:
@@ -373,6 +383,9 @@ def settings_from_dict(values: dict[str, Any], source: str = "run.json") -> Sett
 
 def check_settings(document: Document) -> Settings:
     """Validate; raises UserError naming for each fault the place, the nearest valid key or what was expected."""
+    plugins = document.values.get("plugins")
+    if isinstance(plugins, list) and all(isinstance(plugin, str) for plugin in plugins):
+        load_plugins(plugins)
     try:
         # JSON mode: strict about types, while a YAML list is a tuple.
         return Settings.model_validate_json(json.dumps(with_recipe(document.values)))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines.data.chat import generated_sample
 from pipelines.errors import UserError
 from pipelines.plan import spread
+from pipelines.plugins import plugin_identity
 from pipelines.settings import Settings
 from pipelines.stages.capture import CaptureUnit, CaptureWorker, Conversation, FitUnit
 from pipelines.stages.regenerate import read_conversations
@@ -51,6 +52,7 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
         "teacher_options": cache.teacher_options,
         "max_length": cache.max_length,
         "unit_tokens": cache.unit_tokens,
+        **plugin_identity(settings.plugins),
     }
     if cache.features_codec == "projected":
         fields["directions"] = cache.directions

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.errors import UserError
 from pipelines.plan import spread
+from pipelines.plugins import plugin_identity
 from pipelines.settings import Settings, settings_from_dict
 from pipelines.stages.build_cache import build, count_directions, plan_cache
 from pipelines.stages.capture import DIRECTIONS, CaptureWorker, Conversation
@@ -97,6 +98,7 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
         "pilots": pilots,
         "prior": settings.pilot.prior,
         "seed": settings.run.seed,
+        **plugin_identity(settings.plugins),
     }
     automatic = [part for part in ("features", "teacher") if getattr(cache, f"{part}_codec") == "auto"]
     if automatic:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.errors import UserError, for_the_user
+from pipelines.plugins import plugin_identity
 from pipelines.settings import Settings
 from pipelines.stages.workers import session
 from pipelines.target_facts import TargetFacts, examine_target
@@ -62,6 +63,7 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
         "initial_weights": weights_identity(settings.drafter.initial_weights),
         "train": train,
         "seed": settings.run.seed,
+        **plugin_identity(settings.plugins),
     }
 
 
