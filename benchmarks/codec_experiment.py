@@ -165,7 +165,7 @@ class Experiment:
                 loss, found = module(reader(cache, pack), step.normalizer)
                 loss.backward()
                 sums = add_sums(sums, found) if number >= steps - 20 else {}
-            torch.nn.utils.clip_grad_norm_(trained, settings.train.clip)
+            torch.nn.utils.clip_grad_norm_(trained, settings.train.max_grad_norm)
             optimizer.step()
         save_drafter(module.drafter, folder, self.facts.text_config)
         return {
@@ -219,7 +219,7 @@ class Experiment:
                     )
                 )
         decoder = Decoder(
-            self.target, drafter, sampling=SamplingConfig(temperature=0.0), max_rows=self.settings.evaluate.rows
+            self.target, drafter, sampling=SamplingConfig(temperature=0.0), max_rows=self.settings.evaluate.batch_size
         )
         return {done.request_id: done for done in decoder.generate(requests)}
 

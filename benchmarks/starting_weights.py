@@ -81,7 +81,7 @@ def train(settings: Settings, cache_folder: str, *, steps: int, held_out: int) -
         optimizer.zero_grad()
         for planned in step.packs:
             module(reader(cache, planned), step.normalizer)[0].backward()
-        torch.nn.utils.clip_grad_norm_(parameters, settings.train.clip or torch.inf)
+        torch.nn.utils.clip_grad_norm_(parameters, settings.train.max_grad_norm or torch.inf)
         for group in optimizer.param_groups:
             factor = learning_rate_factor(number, steps, warmup_ratio=settings.train.warmup_ratio)
             group["lr"] = settings.train.learning_rate * factor

@@ -49,13 +49,13 @@ def opening_error(name: str, attention: str, error: Exception) -> TargetError:
     text = str(error)
     if isinstance(error, ImportError) and "Flash" in text:
         return TargetError(
-            f"target.attention is {attention}, but the package flash-attn is not installed here; install it, or set "
-            "target.attention=sdpa"
+            f"target.attn_implementation is {attention}, but the package flash-attn is not installed here; "
+            "install it, or set target.attn_implementation=sdpa"
         )
     if "does not support" in text and "ttention" in text:
         return TargetError(
-            f"the target {name!r} ({text.partition(' ')[0]}) does not support target.attention={attention}; set "
-            "target.attention=eager"
+            f"the target {name!r} ({text.partition(' ')[0]}) does not support target.attn_implementation={attention}; "
+            "set target.attn_implementation=eager"
         )
     if "Unrecognized configuration class" in text:
         kind = text.partition("<class '")[2].partition("'")[0].rpartition(".")[2]

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipelines.recipes import STEP_LOSS_DECAY
 from pipelines.section import NonNegative, Positive, Section
 
 Algorithm = Literal["dspark", "dflash", "eagle3"]
@@ -17,7 +16,7 @@ class DrafterSettings(Section):
 
     algorithm: Algorithm = "dspark"
     num_draft_layers: Positive = 5
-    block_size: Annotated[int, Field(ge=1, le=64)] = 7
+    block_size: Annotated[int, Field(ge=1, le=64)] = 7  # draft tokens a round; eagle3: unrolled steps
     block_layout: Literal["anchor-first", "mask-first"] = "anchor-first"
     target_layer_ids: tuple[Annotated[int, Field(ge=-1)], ...] | None = None  # captured; null: the paper's spread
     mask_token_id: Annotated[int, Field(ge=0)] | None = None
@@ -27,13 +26,6 @@ class DrafterSettings(Section):
     confidence_head_with_markov: bool = True
     draft_vocab_size: Positive | None = None  # null: the target's whole vocabulary
     initial_weights: str = Field(default="target", min_length=1)  # random, target, or a published drafter's folder
-    ttt_length: Annotated[int, Field(ge=1, le=64)] = 7  # eagle3: unrolled steps, and draft tokens a round
-    step_loss_decay: Annotated[float, Field(gt=0.0, lt=1.0)] = STEP_LOSS_DECAY  # eagle3: a step against the one before
-
-    @property
-    def draft_tokens(self) -> int:
-        """Draft tokens a round."""
-        return self.ttt_length if self.algorithm == "eagle3" else self.block_size
 
     @property
     def has_confidence_head(self) -> bool:

@@ -155,7 +155,7 @@ def _answers(
     ]
     sampling = SamplingConfig(temperature=wanted.temperature, top_p=wanted.top_p, top_k=wanted.top_k)
     of_id = {prompt.prompt_id: prompt for prompt in prompts}
-    decoder = Decoder(target, None, sampling=sampling, max_rows=wanted.rows)
+    decoder = Decoder(target, None, sampling=sampling, max_rows=wanted.batch_size)
     answers, written, started = [], 0, time.perf_counter()
     with reporter.task("answers of the sample", total=len(requests), unit="prompts") as task:
         for done in decoder.generate(requests):
@@ -224,11 +224,11 @@ class SampleCodecs:
         from storage.codecs import CodecSpec
 
         wanted = self._settings.cache
-        configured = getattr(wanted, f"{part}_codec")
+        configured, own_options = wanted.codec_of(part)
         configured = FOR_AUTO[part] if configured == "auto" else configured
-        options = getattr(wanted, f"{part}_options") if name in (None, configured) else {}
+        options = own_options if name in (None, configured) else {}
         if (name or configured) == "projected":
-            options = {"directions": count_directions(self._facts, wanted.directions), **options}
+            options = {"directions": count_directions(self._facts, wanted.components), **options}
         return CodecSpec(name=name or configured, settings=options)
 
     def fit(self, part: str, spec: CodecSpec) -> Codec:

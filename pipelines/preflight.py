@@ -59,7 +59,7 @@ def check_workers(settings: Settings, stages: Sequence[str]) -> None:
             drafter_config(pilot_settings(settings, algorithm), facts)
     own = _starts_a_cluster(settings)
     # The driver of a cluster need not have what its workers have.
-    if own or not settings.target.attention.startswith("flash"):
+    if own or not settings.target.attn_implementation.startswith("flash"):
         _require_attention(settings, facts)
     if own:
         require_device(settings.target.device)
@@ -90,11 +90,11 @@ def require_room(settings: Settings, stages: Sequence[str], nodes: Sequence[Reso
     from pipelines.stages.train import cpus_per_rank
 
     cpus, gpus = cpus_per_rank(settings), 1 if cluster.gpus_per_worker > 0 else 0
-    fewest = train.ranks if train.min_ranks is None else train.min_ranks
+    fewest = train.num_workers if train.min_workers is None else train.min_workers
     if (room := _count(nodes, cpus, gpus)) < fewest:
-        option = "ranks" if train.min_ranks is None else "min_ranks"
+        option = "num_workers" if train.min_workers is None else "min_workers"
         raise UserError(
-            f"train.{option}={fewest} ranks want {cpus:g} CPUs and {gpus} GPUs each, and there is room for {room} "
+            f"train.{option}={fewest} want {cpus:g} CPUs and {gpus} GPUs each, and there is room for {room} "
             f"(there: {found}); lower train.{option} or cluster.cpus_per_worker, or join a larger cluster "
             "(cluster.address)"
         )
@@ -128,5 +128,5 @@ def _require_attention(settings: Settings, facts: TargetFacts) -> None:
 
     from dspark.target_checks import require_decoder
 
-    if not settings.target.trust_remote_code and settings.target.attention != "eager":
-        require_decoder(AutoConfig.from_pretrained(facts.path), facts.name, settings.target.attention)
+    if not settings.target.trust_remote_code and settings.target.attn_implementation != "eager":
+        require_decoder(AutoConfig.from_pretrained(facts.path), facts.name, settings.target.attn_implementation)

@@ -60,6 +60,6 @@ def directions_of(cache: TargetCache, run: str, features: CodecSpec) -> tuple[Co
         raise UserError(
             f"--pilot {run}: it looked at {directions['projection'].shape[1]} features, {cache.folder} keeps {width}"
         )
-    count = round(CacheSettings().directions * fields["hidden_size"])
+    count = round(CacheSettings().components * fields["hidden_size"])
     settings = {"directions": min(count, len(directions["projection"])), **features.settings}
     return CodecSpec(name=features.name, settings=settings), directions

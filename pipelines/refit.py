@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.errors import UserError
+from pipelines.recipes import eagle3_position_decay
 from pipelines.settings import Settings, load_settings
 
 PARTS = (
@@ -40,7 +41,7 @@ def refit_settings(config: str, overrides: Sequence[str], published: str | None)
         )
     folder = Path(start).expanduser()
     parts = published_parts(folder)
-    words = [f"drafter.{name}={json.dumps(value)}" for name, value in parts.items()]
+    words = [f"{name}={json.dumps(value)}" for name, value in parts.items()]
     words += [
         f"drafter.initial_weights={json.dumps(str(folder))}",
         f"evaluate.baselines={json.dumps({'baseline': str(folder)})}",
@@ -51,7 +52,7 @@ def refit_settings(config: str, overrides: Sequence[str], published: str | None)
 
 
 def published_parts(folder: Path) -> dict[str, Any]:
-    """The drafter settings that a published folder was made with."""
+    """The settings, by dotted name, that a published folder's drafter was made with."""
     from dspark.config import DrafterConfig
 
     path = folder / "config.json"
@@ -60,8 +61,10 @@ def published_parts(folder: Path) -> dict[str, Any]:
     found = DrafterConfig.from_checkpoint(json.loads(path.read_text()))
     values = {name: getattr(found, name) for name in PARTS}
     values["markov_head_type"] = values["markov_head_type"] or "vanilla"
+    values = {f"drafter.{name}": value for name, value in values.items()}
     if found.algorithm == "eagle3":
-        values |= {"ttt_length": found.ttt_length, "step_loss_decay": found.step_loss_decay}
+        assert found.step_loss_decay is not None
+        values["train.loss.position_decay"] = eagle3_position_decay(found.step_loss_decay)
     return values
 
 

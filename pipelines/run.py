@@ -182,6 +182,10 @@ class Run:
 
     def refuse_other_identities(self, stages: Sequence[str]) -> None:
         """Raises UserError for the first of these whose output is there and was made with other settings."""
+        from pipelines.setting_errors import refuse_older_run
+
+        summary = self.directory.read_json("run.json") or {}
+        refuse_older_run(summary.get("settings", {}), self.directory.location("run.json"))
         for stage in stages:
             record = self.record(stage)
             if record is not None and record["identity"] != self.identity(stage):
@@ -364,6 +368,7 @@ def _numbers(result: Mapping[str, Any]) -> dict[str, float]:
 
 def open_run(directory: str, overrides: Sequence[str] = ()) -> Run:
     """The run that stands in a directory, with its last settings and `key=value` words over them."""
+    from pipelines.setting_errors import refuse_older_run
     from pipelines.settings import check_settings
     from pipelines.yaml_files import apply_overrides, parse_text
 
@@ -371,6 +376,7 @@ def open_run(directory: str, overrides: Sequence[str] = ()) -> Run:
     summary = there.read_json("run.json", needs=("settings",))
     if summary is None:
         raise UserError(f"{directory} is not a run directory: there is no run.json in it")
+    refuse_older_run(summary["settings"], there.location("run.json"))
     values = {**summary["settings"], "run": {**summary["settings"].get("run", {}), "directory": directory}}
     document = parse_text(json.dumps(values), there.location("run.json"))
     apply_overrides(document, overrides)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
@@ -12,6 +13,54 @@ from pydantic_core import ErrorDetails
 
 from pipelines.errors import UserError
 from pipelines.yaml_files import COMMAND_LINE, Document, dotted_name
+
+# Keys of earlier versions. A settings file with one is refused, as is the run of an earlier version.
+RENAMED = {
+    "target.attention": "target.attn_implementation",
+    "regenerate.rows": "regenerate.batch_size",
+    "regenerate.unit_rows": "regenerate.prompts_per_work_item",
+    "regenerate.workers": "regenerate.num_workers",
+    "cache.features_codec": "cache.hidden_states_codec",
+    "cache.features_options": "cache.hidden_states_options",
+    "cache.directions": "cache.components",
+    "cache.unit_tokens": "cache.tokens_per_shard",
+    "cache.batch_tokens": "cache.max_num_batched_tokens",
+    "cache.workers": "cache.num_workers",
+    "pilot.epochs": "pilot.num_train_epochs",
+    "drafter.ttt_length": "drafter.block_size",
+    "drafter.step_loss_decay": "train.loss.position_decay, which is -1/ln of it (4.4814 for 0.8)",
+    "train.epochs": "train.num_train_epochs",
+    "train.schedule": "train.lr_scheduler_type",
+    "train.clip": "train.max_grad_norm",
+    "train.ranks": "train.num_workers",
+    "train.min_ranks": "train.min_workers",
+    "train.pack_budget": "train.max_tokens_per_micro_batch",
+    "train.held_out_rows": "train.validation_samples",
+    "train.evaluate_every": "train.eval_steps",
+    "train.publish": "train.load_best_model_at_end, true for best",
+    "train.checkpoint_every": "train.save_steps",
+    "train.keep_last": "train.save_total_limit",
+    "train.keep_best": "train.validation_samples, with which the best checkpoint is kept",
+    "train.log_every": "train.logging_steps",
+    "train.loader_workers": "train.dataloader_num_workers",
+    "train.compile": "train.torch_compile",
+    "calibrate.rows": "calibrate.batch_size",
+    "calibrate.workers": "calibrate.num_workers",
+    "evaluate.rows": "evaluate.batch_size",
+    "evaluate.workers": "evaluate.num_workers",
+    "evaluate.plain": "evaluate.without_drafter",
+}
+
+
+def refuse_older_run(values: Mapping[str, Any], source: str) -> None:
+    """Raises UserError for the settings of a run that an earlier version made."""
+    for old, new in RENAMED.items():
+        section, key = old.split(".")
+        if isinstance(values.get(section), Mapping) and key in values[section]:
+            raise UserError(
+                f"{source} is of a run by an earlier version ({old} is now {new}): finish it with that version, set "
+                "another run.directory, or remove this folder and run again"
+            )
 
 
 def explain(error: ValidationError, document: Document, model: type[BaseModel]) -> UserError:
@@ -35,6 +84,8 @@ def _line(fault: ErrorDetails, document: Document, model: type[BaseModel]) -> st
     path = tuple(fault["loc"])
     place, name = document.place_of(path), dotted_name(path)
     match fault["type"]:
+        case "extra_forbidden" if name in RENAMED:
+            return f"{place}: `{name}` was renamed to {RENAMED[name]}"
         case "extra_forbidden":
             return f"{place}: unknown key `{name}`; {_nearest_key(path, model)}"
         case "missing":

@@ -20,7 +20,7 @@ from pipelines.section import NonNegative, Positive, Section, Share
 from pipelines.setting_errors import explain
 from pipelines.yaml_files import Document, apply_overrides, parse_text, read_document
 
-FeaturesCodec = Literal["auto", "projected", "transform", "int8", "fp8", "bf16-planes", "bf16"]
+HiddenStatesCodec = Literal["auto", "projected", "transform", "int8", "fp8", "bf16-planes", "bf16"]
 TeacherCodec = Literal["auto", "corrected", "recomputed", "sparse", "transform", "int8", "fp8", "bf16-planes", "bf16"]
 
 
@@ -39,7 +39,7 @@ class TargetSettings(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     thinking: Literal["off", "on", "mixed"] = "off"
-    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
     trust_remote_code: bool = False
 
 
@@ -76,9 +76,9 @@ class RegenerateSettings(Section):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8
     top_k: Annotated[int, Field(ge=0)] = 20  # 0: no limit
     max_new_tokens: Positive = 4096
-    rows: Positive = 64  # rows decoded at once by a worker
-    workers: Positive = 1
-    unit_rows: Positive = 128  # prompts in a work unit: what a stop can lose
+    batch_size: Positive = 64  # prompts that a worker answers at once
+    num_workers: Positive = 1
+    prompts_per_work_item: Positive = 128  # what a stop can lose
 
 
 class CacheSettings(Section):
@@ -88,17 +88,17 @@ class CacheSettings(Section):
     rate stays within `acceptance_bound`; a projected or automatic cache begins with a pilot (section `pilot`).
     """
 
-    features_codec: FeaturesCodec = "projected"
+    hidden_states_codec: HiddenStatesCodec = "projected"
     teacher_codec: TeacherCodec = "corrected"
-    features_options: dict[str, Any] = Field(default={})  # the codec's own settings, laid over its defaults
+    hidden_states_options: dict[str, Any] = Field(default={})  # the codec's own settings, laid over its defaults
     teacher_options: dict[str, Any] = Field(default={})
-    directions: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.5  # projected: coordinates, in hidden sizes
+    components: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.5  # projected: how many, in hidden sizes
     acceptance_bound: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.01  # auto
     temperature: NonNegative = 1.0  # of decoding, at which errors of the acceptance rate are measured
-    unit_tokens: Positive = 1_000_000  # tokens in a work unit, which is a shard
+    tokens_per_shard: Positive = 1_000_000  # a shard is a work item
     max_length: Positive = 4096  # longer conversations are cut; what is kept stays supervised
-    batch_tokens: Positive = 16_384  # tokens in a forward pass, padding included
-    workers: Positive = 1
+    max_num_batched_tokens: Positive = 16_384  # in a forward pass, padding included
+    num_workers: Positive = 1
     max_bytes: Positive | None = None
     audit_rows: Annotated[int, Field(ge=0)] = 8
 
@@ -108,11 +108,22 @@ class CacheSettings(Section):
 
     @property
     def trains_pilot(self) -> bool:
-        return self.features_codec in ("auto", "projected")
+        return self.hidden_states_codec in ("auto", "projected")
+
+    def codec_of(self, part: str) -> tuple[str, dict[str, Any]]:
+        """Name and options of the codec of a part of a cache's row: `features` (the hidden states) or `teacher`."""
+        if part == "teacher":
+            return self.teacher_codec, self.teacher_options
+        return self.hidden_states_codec, self.hidden_states_options
+
+    @property
+    def automatic_codecs(self) -> list[str]:
+        """The parts whose codec the pilot chooses."""
+        return [part for part in ("features", "teacher") if self.codec_of(part)[0] == "auto"]
 
     @model_validator(mode="after")
     def _options_have_their_codec(self) -> CacheSettings:
-        for part in ("features", "teacher"):
+        for part in ("hidden_states", "teacher"):
             name, options = getattr(self, f"{part}_codec"), getattr(self, f"{part}_options")
             if not options:
                 continue
@@ -130,74 +141,77 @@ class CacheSettings(Section):
 class PilotSettings(Section):
     """A short training on the exact states of a few conversations, which tells what of the states drafters look at.
 
-    It runs by itself where the cache asks for it (`cache.features_codec` projected or auto). With several algorithms
-    each has a pilot, and drafters of all of them can be trained from the one cache.
+    It runs by itself where the cache asks for it (`cache.hidden_states_codec` projected or auto). With several
+    algorithms each has a pilot, and drafters of all of them can be trained from the one cache.
     """
 
     share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1  # of the conversations, spread evenly
     min_conversations: Positive = 24  # or all, where there are fewer
     max_tokens: Positive = 1_000_000  # but no more than these
     algorithms: tuple[Algorithm, ...] = ()  # none: the drafter's own
-    epochs: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None  # null: train.epochs
-    min_steps: Positive = 96  # by more epochs, but no more steps than the training has; not where epochs is set
+    num_train_epochs: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None  # null: train.num_train_epochs
+    min_steps: Positive = (
+        96  # by more epochs, but no more steps than the training has; not where num_train_epochs is set
+    )
     max_steps: Positive | None = None  # null: train.max_steps
     global_batch_size: Positive = 32  # or the training's, where that is smaller: few conversations, many steps
-    prior: NonNegative = 0.1  # weight of a reader that looks at all channels alike
+    prior: NonNegative = 0.1  # weight of a projection that looks at all channels alike
 
 
 class TrainSettings(Section):
-    """Training under DeepSpeed. Sizes are of the global batch: ranks and packs do not change a step."""
+    """Training under DeepSpeed. Sizes are of the global batch: workers and micro-batches do not change a step."""
 
-    epochs: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 10.0
+    num_train_epochs: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 10.0
     max_steps: Positive | None = None  # stops earlier, and the schedule ends there
     global_batch_size: Positive = 512  # sequences
     num_anchors: Positive = 512  # a sequence, at most
     anchor_rule: Literal["paper", "any_prefix"] = "paper"
     learning_rate: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 6e-4
     warmup_ratio: Share = 0.04
-    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    lr_scheduler_type: Literal["cosine", "constant", "wsd"] = "cosine"
     optimizer: Literal["adamw", "adam", "nadam", "radam", "sgd"] = "adamw"
     weight_decay: NonNegative = 0.0
-    clip: NonNegative = 1.0  # 0: no clipping
+    max_grad_norm: NonNegative = 1.0  # 0: no clipping
     layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0  # learning rate of a layer, relative to the one above
     precision: Literal["float32", "bfloat16"] = "bfloat16"  # bfloat16 keeps float32 master weights
-    accumulate_float32: bool = False  # bfloat16 at zero_stage 1: add the packs' gradients up in float32
+    accumulate_float32: bool = False  # bfloat16 at zero_stage 1: add the micro-batches' gradients up in float32
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
-    ranks: Positive = 1
-    min_ranks: Positive | None = None  # elastic: go on with as few after a loss; null: wait for all ranks
-    pack_budget: Positive = 16_384  # work of a pack: context tokens + block slots
+    num_workers: Positive = 1
+    min_workers: Positive | None = None  # elastic: go on with as few after a loss; null: wait for all of them
+    max_tokens_per_micro_batch: Positive = 16_384  # context tokens + block slots
     loss: LossSettings = LossSettings()
-    held_out_rows: Annotated[int, Field(ge=0)] = 0  # conversations of the cache kept for evaluation
-    evaluate_every: Positive | None = None  # steps between evaluations on them; null: at each checkpoint
-    publish: Literal["last", "best"] = "last"  # weights of the final drafter; best: by held-out tau
-    checkpoint_every: Positive = 500  # steps
+    validation_samples: Annotated[int, Field(ge=0)] = 0  # conversations of the cache that are not trained on
+    eval_steps: Positive | None = None  # steps between validations; null: at each checkpoint
+    load_best_model_at_end: bool = False  # the final drafter is the checkpoint of the best validation tau, not the last
+    save_steps: Positive = 500  # steps between checkpoints
     checkpoint_in_background: bool = False  # write files while training goes on; takes memory for one more copy
-    keep_last: Positive = 2
-    keep_best: Annotated[int, Field(ge=0)] = 1  # by held-out tau, besides the last ones
-    log_every: Positive = 10  # steps
+    save_total_limit: Positive = 2  # the newest checkpoints; with validation, the best one is kept besides
+    logging_steps: Positive = 10  # steps between lines of the log
     max_failures: Annotated[int, Field(ge=0)] = 3  # restarts after lost workers
     max_bad_steps: Positive = 10  # steps in a row without a finite loss and gradient, after which training stops
-    loader_workers: Annotated[int, Field(ge=0)] = 0  # processes a rank that decode ahead; 0: a thread
-    loader_bytes: Positive = 2**31  # of decoded states that wait to be used, a rank
+    dataloader_num_workers: Annotated[int, Field(ge=0)] = 0  # processes a worker that decode ahead; 0: a thread
+    loader_bytes: Positive = 2**31  # of decoded states that wait to be used, a worker
     shuffle_window: Positive | None = None  # shards mixed by a shuffle, for remote caches; null: all of them
     local_copy: str | None = None  # folder for shards of a remote cache; null: one below the temporary folder
     local_copy_bytes: Positive | None = None  # the most that is kept there; null: everything
     gradient_checkpointing: bool = False  # recompute the layers' activations in the backward pass
-    compile: bool = False  # torch.compile the draft layers
+    torch_compile: bool = False  # the draft layers
     deepspeed: dict[str, Any] = Field(default={})  # laid over the generated DeepSpeed JSON, key by key
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainSettings:
-        if self.min_ranks is not None and self.min_ranks > self.ranks:
-            raise ValueError(f"min_ranks {self.min_ranks} is more than ranks {self.ranks}: set it to that or less")
+        if self.min_workers is not None and self.min_workers > self.num_workers:
+            raise ValueError(
+                f"min_workers {self.min_workers} is more than num_workers {self.num_workers}: set it to that or less"
+            )
         if self.precision == "bfloat16" and self.zero_stage == 0:
             raise ValueError(
                 "precision bfloat16 needs the float32 masters that ZeRO keeps: set zero_stage to 1 or more"
             )
         if self.accumulate_float32 and (self.precision, self.zero_stage) != ("bfloat16", 1):
             raise ValueError("accumulate_float32 goes with precision bfloat16 at zero_stage 1; float32 does it anyway")
-        if self.publish == "best" and (self.held_out_rows == 0 or self.keep_best == 0):
-            raise ValueError("publish best needs held_out_rows and keep_best of 1 or more, to tell and keep the best")
+        if self.load_best_model_at_end and self.validation_samples == 0:
+            raise ValueError("load_best_model_at_end needs validation_samples of 1 or more, to tell the best")
         return self
 
 
@@ -210,8 +224,8 @@ class CalibrateSettings(Section):
     temperatures: Annotated[tuple[NonNegative, ...], Field(min_length=1)] = (1.0,)
     seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0,)  # above temperature 0
     max_new_tokens: Positive = 2048
-    rows: Positive = 16
-    workers: Positive = 1
+    batch_size: Positive = 16
+    num_workers: Positive = 1
     bins: Positive = 20
     grid_low: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 0.1
     grid_high: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 10.0
@@ -260,14 +274,14 @@ class EvaluateSettings(Section):
     temperatures: tuple[NonNegative, ...] = (0.0, 1.0)
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
     max_new_tokens: Positive = 2048
-    rows: Positive = 16
-    workers: Positive = 1
+    batch_size: Positive = 16
+    num_workers: Positive = 1
     # How many drafts a round verifies. Another policy than full is decoded beside it: acceptance figures need whole
     # blocks.
     policy: Literal["full", "static", "threshold", "scheduler", "two-steps-behind"] = "full"
     static_length: Annotated[int, Field(ge=0)] | None = None
     threshold: Share | None = None
-    plain: bool = True  # decode without a drafter as well
+    without_drafter: bool = True  # decode without a drafter as well
     without_sequential_head: bool = True  # decode with the head off as well, at the first temperature
     one_slot: bool = False  # decode with the drafter's first slot alone as well
     baselines: dict[str, str] = Field(default={})  # name: folder of another published drafter, decoded as well

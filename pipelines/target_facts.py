@@ -65,7 +65,7 @@ class TargetFacts:
             tokenizer_sha256=self.hashes["tokenizer_sha256"],
             chat_template_sha256=self.hashes["chat_template_sha256"],
             block_layout=drafter.block_layout if has_block else None,
-            block_size=drafter.draft_tokens if with_block else None,
+            block_size=drafter.block_size if with_block else None,
             mask_token_id=self.mask_token_id if has_block else None,
         ).to_dict()
 

@@ -183,7 +183,9 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
         dotted, equals, text = word.partition("=")
         path: KeyPath = tuple(int(part) if part.isdigit() else part for part in dotted.strip().split("."))
         if not equals or "" in path:
-            raise UserError(f"cannot read {word!r} as a setting; expected key=value, for example train.epochs=2")
+            raise UserError(
+                f"cannot read {word!r} as a setting; expected key=value, for example train.num_train_epochs=2"
+            )
         if path[0] == "extends":
             raise UserError(f"{word!r}: `extends` is for settings files; on the command line, give single values")
         if not text.strip():

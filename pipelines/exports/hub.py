@@ -118,7 +118,7 @@ class _Retry:
                     status in RETRIED if status is not None else isinstance(error, OSError) or _is_transport(error)
                 )
                 if not passing:
-                    raise UploadFailed(f"{what}: {error} (check HF_TOKEN and `publish.hub.repo_id`)") from error
+                    raise UploadFailed(f"{what}: {error} (check HF_TOKEN and `publish.repository`)") from error
                 if attempt == self.settings.attempts:
                     raise UploadFailed(
                         f"{what} failed {attempt} times, last with: {error}. What is uploaded stays; run it again"

@@ -46,16 +46,16 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "contract": facts.contract(settings, with_block=False),
         "dtype": settings.target.dtype,
-        "features_codec": cache.features_codec,
-        "features_options": cache.features_options,
+        "hidden_states_codec": cache.hidden_states_codec,
+        "hidden_states_options": cache.hidden_states_options,
         "teacher_codec": cache.teacher_codec,
         "teacher_options": cache.teacher_options,
         "max_length": cache.max_length,
-        "unit_tokens": cache.unit_tokens,
+        "tokens_per_shard": cache.tokens_per_shard,
         **plugin_identity(settings.plugins),
     }
-    if cache.features_codec == "projected":
-        fields["directions"] = cache.directions
+    if cache.hidden_states_codec == "projected":
+        fields["components"] = cache.components
     return fields
 
 
@@ -88,15 +88,13 @@ def choose_codecs(settings: Settings, facts: TargetFacts, run: Run) -> dict[str,
     """The codecs of `features` and `teacher`: as set, or as the pilot chose them."""
     wanted = settings.cache
     chosen: dict[str, CodecSpec] = {}
-    for part, name, options in (
-        ("features", wanted.features_codec, wanted.features_options),
-        ("teacher", wanted.teacher_codec, wanted.teacher_options),
-    ):
+    for part in ("features", "teacher"):
+        name, options = wanted.codec_of(part)
         if name == "auto":
             chosen[part] = CodecSpec(**run.result("pilot")["chosen"][part])
         elif name == "projected":
             chosen[part] = CodecSpec(
-                name=name, settings={"directions": count_directions(facts, wanted.directions), **options}
+                name=name, settings={"directions": count_directions(facts, wanted.components), **options}
             )
         else:
             chosen[part] = CodecSpec(name=name, settings=options)
@@ -169,7 +167,7 @@ def build(
             on_pool(settings, make_worker, units, workers=workers, on_result=finished, unit_name=str)
 
         if todo:
-            run_pool(todo, settings.cache.workers)
+            run_pool(todo, settings.cache.num_workers)
         left = chosen - set(audited)
         if left:
             run_pool([CaptureUnit(number=None, rows=(), audit=frozenset(left))], 1)
@@ -225,7 +223,7 @@ def plan_cache(
         samples=[(row.sample_id, len(row.input_ids)) for row in rows],
         features=codecs["features"],
         teacher=codecs["teacher"],
-        unit_tokens=settings.cache.unit_tokens,
+        unit_tokens=settings.cache.tokens_per_shard,
         inputs={**inputs, "dtype": settings.target.dtype},
         spans=[row.spans for row in rows],
         skipped={reason: ids for reason, ids in skipped.items() if ids},

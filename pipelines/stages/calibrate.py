@@ -28,7 +28,10 @@ NOTHING = "nothing-to-calibrate.json"
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
     """How the calibration prompts are decoded and what is fitted; the prompts come with `train`."""
     wanted = settings.calibrate
-    return {"calibrate": wanted.model_dump(mode="json", exclude={"rows", "workers"}), "seed": settings.run.seed}
+    return {
+        "calibrate": wanted.model_dump(mode="json", exclude={"batch_size", "num_workers"}),
+        "seed": settings.run.seed,
+    }
 
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
@@ -54,15 +57,15 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
         circumstances={"identity": run.identity("calibrate")},
         drafter=str(Path(run.location("train"), "final")),
         max_new_tokens=wanted.max_new_tokens,
-        rows=wanted.rows,
+        rows=wanted.batch_size,
     )
     units = []
     for temperature in wanted.temperatures:
         for seed in wanted.seeds if temperature > 0 else wanted.seeds[:1]:
             units += cut(
-                prompts, variant=DSPARK, temperature=temperature, seed=seed, split="calibration", rows=wanted.rows
+                prompts, variant=DSPARK, temperature=temperature, seed=seed, split="calibration", rows=wanted.batch_size
             )
-    decode_all(plan, units, wanted.workers, reporter)
+    decode_all(plan, units, wanted.num_workers, reporter)
     rounds = columns(read_events(folder.full("events-all.parquet")), slots=settings.drafter.block_size)
     grid = np.geomspace(wanted.grid_low, wanted.grid_high, wanted.grid_points)
     tables = []

@@ -129,7 +129,7 @@ class CaptureWorker:
 
     @property
     def _budget(self) -> int:
-        return self.settings.cache.batch_tokens
+        return self.settings.cache.max_num_batched_tokens
 
     def _forward(self, batch: Sequence[Conversation]) -> list[CacheRow]:
         """One forward pass; the rows' states stay on the target's device, which may encode them faster."""

@@ -43,7 +43,7 @@ TIMINGS = "timings.json"
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
     """Variants, temperatures, seeds and lengths; the prompts come with the inputs."""
     wanted = settings.evaluate
-    fields = {"evaluate": wanted.model_dump(mode="json", exclude={"workers"}), "seed": settings.run.seed}
+    fields = {"evaluate": wanted.model_dump(mode="json", exclude={"num_workers"}), "seed": settings.run.seed}
     if wanted.baselines:
         from pipelines.stages.train import weights_identity
 
@@ -70,7 +70,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
         drafter=str(Path(run.location("train"), "final")),
         baselines=wanted.baselines,
         max_new_tokens=wanted.max_new_tokens,
-        rows=wanted.rows,
+        rows=wanted.batch_size,
         calibration=calibration,
     )
     plan = replace(plan, costs=find_step_costs(plan, reporter))
@@ -86,9 +86,9 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
                     temperature=temperature,
                     seed=seed,
                     split="evaluation",
-                    rows=wanted.rows,
+                    rows=wanted.batch_size,
                 )
-    records = decode_all(plan, units, wanted.workers, reporter)
+    records = decode_all(plan, units, wanted.num_workers, reporter)
     served = measure_serving(plan, prompts, settings.drafter.has_confidence_head, reporter)
     timings = _add_up(records)
     skipped = {name: why for record in records for name, why in record["skipped"].items()}
@@ -108,7 +108,7 @@ def decodings(settings: Settings, temperature: float) -> list[tuple[str, str]]:
     """(variant, policy) pairs at a temperature. Whole blocks of the drafter are always among them."""
     wanted = settings.evaluate
     has_head = settings.drafter.algorithm == "dspark" and settings.drafter.markov_rank
-    found = [(PLAIN, FULL)] if wanted.plain else []
+    found = [(PLAIN, FULL)] if wanted.without_drafter else []
     found.append((DSPARK, FULL))
     if wanted.policy != FULL:
         found.append((DSPARK, wanted.policy))

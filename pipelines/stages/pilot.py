@@ -60,13 +60,16 @@ def pilot_settings(settings: Settings, algorithm: str, conversations: tuple[int,
             drafter["num_draft_layers"] = 1
         if drafter["initial_weights"] not in ("random", "target"):
             drafter["initial_weights"] = "target"
-    train |= {"held_out_rows": 0, "publish": "last", "epochs": pilot.epochs or settings.train.epochs}
+    train |= {"validation_samples": 0, "load_best_model_at_end": False}
+    train["num_train_epochs"] = pilot.num_train_epochs or settings.train.num_train_epochs
     train["global_batch_size"] = min(pilot.global_batch_size, settings.train.global_batch_size)
     train["max_steps"] = pilot.max_steps or settings.train.max_steps
-    if conversations is not None and pilot.epochs is None:
+    if conversations is not None and pilot.num_train_epochs is None:
         sample, every = conversations
         wanted = min(pilot.min_steps, count_steps(settings, every))
-        train["epochs"] = max(settings.train.epochs, wanted / steps_per_epoch(sample, train["global_batch_size"]))
+        train["num_train_epochs"] = max(
+            settings.train.num_train_epochs, wanted / steps_per_epoch(sample, train["global_batch_size"])
+        )
     return settings_from_dict(values)
 
 
@@ -100,8 +103,7 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
         "seed": settings.run.seed,
         **plugin_identity(settings.plugins),
     }
-    automatic = [part for part in ("features", "teacher") if getattr(cache, f"{part}_codec") == "auto"]
-    if automatic:
+    if automatic := cache.automatic_codecs:
         fields["automatic"] = {"codecs": automatic, "bound": cache.acceptance_bound, "temperature": cache.temperature}
     return fields
 
@@ -169,7 +171,7 @@ def pilot_sample(settings: Settings, rows: Sequence[Conversation]) -> list[Conve
     if algorithms_of(settings) and len(sample) < 2:
         raise UserError(
             f"a pilot takes two conversations at least, and there is {len(sample)} (of {len(rows)}; pilot.max_tokens="
-            f"{wanted.max_tokens}): set cache.features_codec to a codec without a pilot (transform, int8, bf16)"
+            f"{wanted.max_tokens}): set cache.hidden_states_codec to a codec without a pilot (transform, int8, bf16)"
         )
     return sample
 
@@ -205,7 +207,7 @@ class PilotWorker(CaptureWorker):
         if drafters:
             self._write_directions(unit, drafters)
         wanted = self.settings.cache
-        parts = [part for part in ("features", "teacher") if getattr(wanted, f"{part}_codec") == "auto"]
+        parts = wanted.automatic_codecs
         return choose(self, unit.judged, drafters, parts) if parts else {}
 
     def _drafters(self) -> dict[str, Any]:
@@ -228,7 +230,7 @@ class PilotWorker(CaptureWorker):
         step = max(1, tokens // max(MIN_DIRECTION_TOKENS, TOKENS_A_CHANNEL * width))
         sample = _CachedRows(cache, range(0, len(cache), step))
         # More than the cache asks for: another number then needs no other pilot.
-        kept = max(KEPT_DIRECTIONS, self.settings.cache.directions)
+        kept = max(KEPT_DIRECTIONS, self.settings.cache.components)
         count = count_directions(examine_target(self.settings), kept)
         projection, shares = reader_directions(
             [drafter.fc.weight for drafter in drafters.values()], sample, count, prior=self.settings.pilot.prior

@@ -59,7 +59,7 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
         "prompts": {split: prompts.sha256 for split, prompts in read_splits(settings).items()},
         "sampling": wanted.model_dump(include={"temperature", "top_p", "top_k", "max_new_tokens"}),
         "min_supervised_tokens": settings.data.min_supervised_tokens,
-        "unit_rows": wanted.unit_rows,
+        "prompts_per_work_item": wanted.prompts_per_work_item,
         "seed": settings.run.seed,
     }
 
@@ -69,7 +69,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     facts = examine_target(settings)
     folder = Folder(run.location("regenerate"))
     splits = read_splits(settings)
-    units = list(_units(splits["train"].prompts, settings.regenerate.unit_rows))
+    units = list(_units(splits["train"].prompts, settings.regenerate.prompts_per_work_item))
     todo = [unit for unit in units if not folder.exists(unit.name)]
     done = sum(len(unit.prompts) for unit in units) - sum(len(unit.prompts) for unit in todo)
     if todo:
@@ -89,7 +89,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
                 settings,
                 partial(AnswerWorker, settings, facts, folder),
                 todo,
-                workers=settings.regenerate.workers,
+                workers=settings.regenerate.num_workers,
                 on_result=finished,
                 unit_name=lambda unit: unit.name,
             )
@@ -130,7 +130,7 @@ class AnswerWorker:
         self.decoder = Decoder(
             self.target,
             sampling=SamplingConfig(temperature=wanted.temperature, top_p=wanted.top_p, top_k=wanted.top_k),
-            max_rows=wanted.rows,
+            max_rows=wanted.batch_size,
         )
 
     def run(self, unit: Unit) -> int:

@@ -32,24 +32,23 @@ if TYPE_CHECKING:
 
 # Settings that decide how the work is split, written down and watched, and no step.
 HOW_AND_NOT_WHAT = (
-    "ranks",
-    "min_ranks",
-    "pack_budget",
+    "num_workers",
+    "min_workers",
+    "max_tokens_per_micro_batch",
     "zero_stage",
-    "evaluate_every",
-    "checkpoint_every",
+    "eval_steps",
+    "save_steps",
     "checkpoint_in_background",
-    "keep_last",
-    "keep_best",
-    "log_every",
+    "save_total_limit",
+    "logging_steps",
     "max_failures",
     "max_bad_steps",
-    "loader_workers",
+    "dataloader_num_workers",
     "loader_bytes",
     "local_copy",
     "local_copy_bytes",
     "gradient_checkpointing",
-    "compile",
+    "torch_compile",
 )
 
 
@@ -85,7 +84,8 @@ def require_shared_folder(settings: Settings) -> None:
         raise UserError(
             f"run.directory is {settings.run.directory}: training (a pilot's too) and the stages after it need a "
             "folder on this machine or on a file system that the cluster shares. An object store can hold what "
-            "`dspark regenerate` makes, and `dspark cache` with codecs without a pilot (cache.features_codec=transform)"
+            "`dspark regenerate` makes, and `dspark cache` with codecs without a pilot "
+            "(cache.hidden_states_codec=transform)"
         )
 
 
@@ -130,7 +130,7 @@ def train_on(
     )
     complete = complete_checkpoints(output)
     start = complete[-1].step if complete else 0
-    trained = samples - settings.train.held_out_rows
+    trained = samples - settings.train.validation_samples
     if trained < settings.train.global_batch_size:
         reporter.say(
             f"warning: train.global_batch_size is {settings.train.global_batch_size} and there are {trained} "
@@ -144,8 +144,8 @@ def train_on(
         _run(
             _rank,
             {"task": task},
-            num_workers=settings.train.ranks,
-            min_workers=settings.train.min_ranks,
+            num_workers=settings.train.num_workers,
+            min_workers=settings.train.min_workers,
             cpus_per_worker=cpus,
             use_gpu=settings.cluster.gpus_per_worker > 0,
             max_failures=settings.train.max_failures,
@@ -190,12 +190,14 @@ def count_steps(settings: Settings, samples: int) -> int:
     from storage.order import steps_per_epoch
 
     train = settings.train
-    if train.held_out_rows >= samples:
+    if train.validation_samples >= samples:
         raise UserError(
-            f"train.held_out_rows={train.held_out_rows}, but the cache has {samples} conversations: leave some to "
-            "train on"
+            f"train.validation_samples={train.validation_samples}, but the cache has {samples} conversations: "
+            "leave some to train on"
         )
-    steps = max(1, round(train.epochs * steps_per_epoch(samples - train.held_out_rows, train.global_batch_size)))
+    steps = max(
+        1, round(train.num_train_epochs * steps_per_epoch(samples - train.validation_samples, train.global_batch_size))
+    )
     return steps if train.max_steps is None else min(steps, train.max_steps)
 
 
@@ -204,7 +206,7 @@ def cpus_per_rank(settings: Settings) -> float:
     cluster = settings.cluster
     if cluster.address is not None:
         return cluster.cpus_per_worker
-    share = (cluster.num_cpus or os.cpu_count() or 1) / settings.train.ranks
+    share = (cluster.num_cpus or os.cpu_count() or 1) / settings.train.num_workers
     return min(cluster.cpus_per_worker, int(share) if share >= 1 else share)
 
 

@@ -31,7 +31,7 @@ def open_target(settings: Settings, facts: TargetFacts) -> Target:
         dtype=wanted.dtype,
         device=wanted.device,
         target_layer_ids=facts.target_layer_ids,
-        attn_implementation=wanted.attention,
+        attn_implementation=wanted.attn_implementation,
         trust_remote_code=wanted.trust_remote_code,
     )
 

@@ -73,15 +73,13 @@ class Checkpoints:
             self._engine.load(load_checkpoint(best).tensors)
 
     def _write(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], score: float | None) -> None:
-        wanted = self._settings
         save_checkpoint(
             self._folder,
             step,
             tensors,
             state,
             metric=score,
-            keep_last=wanted.keep_last,
-            keep_best=wanted.keep_best,
+            keep_last=self._settings.save_total_limit,
         )
 
     def _write_quietly(self, *arguments: Any) -> None:

@@ -28,13 +28,13 @@ class HeldOut:
         if not self._step.normalizer:
             raise ValueError(
                 f"none of the {len(index)} held-out conversations has a position where a block may start: raise "
-                "train.held_out_rows, or set it to 0"
+                "train.validation_samples, or set it to 0"
             )
-        self._engine, self._loader, self._every = engine, loader, task.settings.train.evaluate_every
+        self._engine, self._loader, self._every = engine, loader, task.settings.train.eval_steps
         self._log = JsonLines(Path(task.output) / HELD_OUT, first) if engine.rank == 0 else None
 
     def is_due(self, done: int, saving: bool, final: bool) -> bool:
-        """Whether to evaluate after so many steps: at every checkpoint, or at each multiple of `evaluate_every`."""
+        """Whether to evaluate after so many steps: at every checkpoint, or at each multiple of `eval_steps`."""
         return final or (saving if self._every is None else done % self._every == 0)
 
     @torch.no_grad()

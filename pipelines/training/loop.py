@@ -48,7 +48,7 @@ def train_rank(config: dict[str, Any]) -> None:
     cache = task.open_cache()
     ours = Contract.from_dict(task.facts.contract(task.settings, with_block=True))
     ours.require_same(Contract.from_dict(cache.contract), ours="these settings", theirs="cache")
-    trained, held_out = SampleIndex.of(cache).held_out(train.held_out_rows)
+    trained, held_out = SampleIndex.of(cache).held_out(train.validation_samples)
 
     module = BlockLoss(make_drafter(task, cache), LossConfig(**train.loss.model_dump()))
     speed_up(module.drafter, train)
@@ -75,7 +75,7 @@ def train_rank(config: dict[str, Any]) -> None:
         first=first,
         rank=engine.rank,
         ranks=engine.world_size,
-        workers=train.loader_workers,
+        workers=train.dataloader_num_workers,
         max_bytes=train.loader_bytes,
         pin=engine.device.type == "cuda",
     )
@@ -87,7 +87,7 @@ def train_rank(config: dict[str, Any]) -> None:
         finished = training.run(first, tally)
         if not finished:
             return
-    if train.publish == "best":
+    if train.load_best_model_at_end:
         checkpoints.take_best()
     _publish(task, engine, module, ours)
 
@@ -125,7 +125,7 @@ class Training:
                 self._give_up(step, tally)
             done = step.number + 1
             final = done == total
-            if done % train.log_every == 0 or final:
+            if done % train.logging_steps == 0 or final:
                 tally.sums = over_ranks(tally.sums)
                 memory = self._peak_memory()
                 if log is not None and self.signs is not None:
@@ -133,7 +133,7 @@ class Training:
                     log.write({**line, "warnings": self.signs.at(done, line.get("acceptance@0"))})
                 tally = tally.next_line()
             stopping = self.engine.agree(stop_wanted()) and not final
-            saving = done % train.checkpoint_every == 0 or final
+            saving = done % train.save_steps == 0 or final
             score = None
             if self.held_out is not None and self.held_out.is_due(done, saving, final):
                 score = self.held_out.evaluate(done)
@@ -201,7 +201,7 @@ def _early_signs(
     packs = (planned for number in range(plan.total_steps) for planned in plan.step(number).packs if planned.rows)
     batch = loader.now(next(packs, None) or plan.smallest_pack()).to(engine.device)
     warmup = math.ceil(train.warmup_ratio * task.total_steps)
-    return EarlySigns(plan, batch, module.head, warmup_steps=warmup, first=first, first_line=train.log_every)
+    return EarlySigns(plan, batch, module.head, warmup_steps=warmup, first=first, first_line=train.logging_steps)
 
 
 def _publish(task: TrainingTask, engine: TrainEngine, module: BlockLoss, contract: Contract) -> None:

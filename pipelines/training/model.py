@@ -110,7 +110,7 @@ def speed_up(drafter: Drafter, settings: TrainSettings) -> None:
     """
     if settings.gradient_checkpointing:
         drafter.gradient_checkpointing = True
-    if settings.compile:
+    if settings.torch_compile:
         for name, part in drafter.layers.named_modules():
             if name.endswith(("mlp", "layernorm")):
                 part.compile(dynamic=True)

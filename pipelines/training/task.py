@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from cluster.engine_settings import DeepSpeedSettings
 from dspark.config import DrafterConfig
+from pipelines.recipes import eagle3_step_decay
 from pipelines.settings import Settings
 from pipelines.target_facts import TargetFacts
 from pipelines.training.batches import SampleIndex, StepPlan
@@ -33,14 +34,17 @@ def drafter_config(settings: Settings, facts: TargetFacts) -> DrafterConfig:
     """The drafter that these settings ask for, for this target."""
     wanted = settings.drafter
     plain = wanted.algorithm != "dspark"
-    steps = {"ttt_length": wanted.ttt_length, "step_loss_decay": wanted.step_loss_decay}
+    steps = {}
+    if wanted.algorithm == "eagle3":
+        decay = eagle3_step_decay(settings.train.loss.position_decay)
+        steps = {"ttt_length": wanted.block_size, "step_loss_decay": decay}
     return DrafterConfig.for_target(
         facts.text_config,
         mask_token_id=facts.mask_token_id,
         algorithm=wanted.algorithm,
         target_layer_ids=facts.target_layer_ids,
         num_draft_layers=wanted.num_draft_layers,
-        block_size=wanted.draft_tokens,
+        block_size=wanted.block_size,
         block_layout=wanted.block_layout,
         num_anchors=settings.train.num_anchors,
         markov_rank=0 if plain else wanted.markov_rank,
@@ -48,7 +52,7 @@ def drafter_config(settings: Settings, facts: TargetFacts) -> DrafterConfig:
         enable_confidence_head=not plain and wanted.enable_confidence_head,
         confidence_head_with_markov=not plain and wanted.confidence_head_with_markov,
         draft_vocab_size=wanted.draft_vocab_size,
-        **(steps if wanted.algorithm == "eagle3" else {}),
+        **steps,
     )
 
 
@@ -57,10 +61,10 @@ def engine_settings(settings: Settings) -> DeepSpeedSettings:
     return DeepSpeedSettings(
         learning_rate=train.learning_rate,
         warmup_ratio=train.warmup_ratio,
-        schedule=train.schedule,
+        schedule=train.lr_scheduler_type,
         optimizer=train.optimizer,
         weight_decay=train.weight_decay,
-        clip=train.clip,
+        clip=train.max_grad_norm,
         precision="bf16" if train.precision == "bfloat16" else "fp32",
         accumulate_fp32=train.accumulate_float32,
         zero_stage=train.zero_stage,
@@ -76,9 +80,9 @@ def step_plan(settings: Settings, index: SampleIndex, total_steps: int) -> StepP
         global_batch_size=train.global_batch_size,
         num_anchors=train.num_anchors,
         anchor_rule=train.anchor_rule,
-        block_size=settings.drafter.draft_tokens,
+        block_size=settings.drafter.block_size,
         position_decay=train.loss.position_decay,
-        pack_budget=train.pack_budget,
+        pack_budget=train.max_tokens_per_micro_batch,
         total_steps=total_steps,
         shuffle_window=train.shuffle_window,
     )

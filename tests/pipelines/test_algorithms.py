@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 # Name: (settings, draft tokens a round, architecture).
 KINDS: dict[str, tuple[list[str], int, str]] = {
-    "eagle3": (["drafter.algorithm=eagle3", "drafter.ttt_length=4"], 4, "Qwen3Eagle3Model"),
+    "eagle3": (["drafter.algorithm=eagle3", "drafter.block_size=4"], 4, "Qwen3Eagle3Model"),
     "dflash": (["drafter.algorithm=dflash"], 3, "Qwen3DSparkModel"),
     "dflash, mask-first": (["drafter.algorithm=dflash", "drafter.block_layout=mask-first"], 3, "DFlashDraftModel"),
     "one slot": (["drafter.algorithm=dflash", "drafter.block_size=1"], 1, "Qwen3DSparkModel"),
@@ -35,7 +35,7 @@ KINDS: dict[str, tuple[list[str], int, str]] = {
 
 
 def settings_for(config: Path, directory: Path, *words: str) -> Settings:
-    shorter = ["evaluate.temperatures=[0.0]", "evaluate.serving=null", "train.max_steps=2", "train.checkpoint_every=2"]
+    shorter = ["evaluate.temperatures=[0.0]", "evaluate.serving=null", "train.max_steps=2", "train.save_steps=2"]
     return load_settings(config, [f"run.directory={directory}", *shorter, *words])
 
 
@@ -96,8 +96,8 @@ def test_an_algorithm_brings_its_own_loss(toy_folder: Path, tmp_path: Path) -> N
     kept = {"lk_hybrid_decay": 3.0}
     assert loss() == {**kept, "ce": 0.1, "l1": 0.9, "confidence": 1.0, "position_decay": 4.0}
     assert loss("drafter.algorithm=dflash") == {**kept, "ce": 1.0, "position_decay": 4.0}
-    eagle = loss("drafter.algorithm=eagle3", "drafter.step_loss_decay=0.5")
-    assert eagle == {**kept, "soft_ce": 1.0, "position_decay": pytest.approx(1.442695)}
+    eagle = loss("drafter.algorithm=eagle3")  # a step weighs 0.8 of the one before
+    assert eagle == {**kept, "soft_ce": 1.0, "position_decay": pytest.approx(4.4814201)}
     assert loss("drafter.algorithm=dflash", "train.loss.kl=0.5") == {
         **kept,
         "ce": 1.0,
@@ -106,5 +106,3 @@ def test_an_algorithm_brings_its_own_loss(toy_folder: Path, tmp_path: Path) -> N
     }
     with pytest.raises(UserError, match=r"train\.loss\.confidence is 1.*drafter\.algorithm=dflash"):
         loss("drafter.algorithm=dflash", "train.loss.confidence=1.0")
-    with pytest.raises(UserError, match=r"train\.loss\.position_decay is 4.*drafter\.step_loss_decay=0\.8"):
-        loss("drafter.algorithm=eagle3", "train.loss.position_decay=4.0")

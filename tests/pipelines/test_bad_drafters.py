@@ -24,7 +24,7 @@ from pipelines.settings import load_settings
         ("drafter.algorithm=eagle3 drafter.num_draft_layers=2", r"num_draft_layers is 2; allowed: 1 for eagle3"),
         ("drafter.block_layout=mask-first", r"block_layout is 'mask-first'; .*drafter\.block_layout"),
         ("train.loss.l1=-1.0", r"train\.loss\.l1 is -1"),
-        ("drafter.ttt_length=0", r"drafter\.ttt_length is 0; .*1"),
+        ("drafter.algorithm=eagle3 drafter.block_size=0", r"drafter\.block_size is 0; .*1"),
     ],
 )
 def test_nothing_is_started(words: str, message: str, toy_folder: Path, tmp_path: Path) -> None:

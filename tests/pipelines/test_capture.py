@@ -32,7 +32,7 @@ def settings(tmp_path: Path, toy_folder: Path) -> Any:
         "extends": str(Path(__file__).parents[2] / "configs" / "tiny.yaml"),
         "target": {"model": str(toy_folder), "dtype": "float32"},
         "drafter": {"target_layer_ids": [0, 1]},
-        "cache": {"batch_tokens": 48},
+        "cache": {"max_num_batched_tokens": 48},
     }
     (tmp_path / "settings.yaml").write_text(yaml.safe_dump(values))
     return load_settings(str(tmp_path / "settings.yaml"), [])

@@ -46,14 +46,14 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_settings_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code("settings", TINY, "train.ranks=2", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["train"]["ranks"] == 2
+    assert exit_code("settings", TINY, "train.num_workers=2", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["train"]["num_workers"] == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["run", TINY, "train.epoch=1"], "unknown key `train.epoch`; did you mean `train.epochs`?"),
+        (["run", TINY, "train.epoch=1"], "unknown key `train.epoch`; did you mean `train.num_train_epochs`?"),
         (["run", "nowhere.yaml"], "there is no settings file nowhere.yaml"),
         (["cache", "info", "nowhere"], "nowhere"),
         (["report", "nowhere"], "not a run directory"),

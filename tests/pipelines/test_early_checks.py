@@ -44,10 +44,10 @@ def test_a_model_of_another_make_is_refused_by_its_config(target: Path) -> None:
 @pytest.mark.parametrize(
     ("attention", "cure"),
     [
-        ("sdpa", r"set target\.attention=eager"),
+        ("sdpa", r"set target\.attn_implementation=eager"),
         pytest.param(
             "flash_attention_2",
-            r"set target\.attention=sdpa",
+            r"set target\.attn_implementation=sdpa",
             marks=pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed here"),
         ),
     ],
@@ -107,7 +107,10 @@ def toy_run(folder: Path, target: Path, *words: str) -> Settings:
         ("cluster.cpus_per_worker=4", r"a worker wants cluster\.cpus_per_worker=4 CPUs .*there: 2 CPUs"),
         ("cluster.gpus_per_worker=1", r"cluster\.gpus_per_worker=1 GPUs, and no machine has them"),
         ("target.device=cuda", r"target\.device is cuda, and torch .* finds 0 GPUs here"),
-        ("target.attention=flash_attention_2", r"flash-attn is not installed here; .* target\.attention=sdpa"),
+        (
+            "target.attn_implementation=flash_attention_2",
+            r"flash-attn is not installed here; .* target\.attn_implementation=sdpa",
+        ),
     ],
 )
 @pytest.mark.parametrize("stage", ["regenerate", None])
@@ -142,12 +145,12 @@ def test_foreign_files_in_a_later_stages_place_are_seen_before_the_first_starts(
 
 
 def test_room_is_counted_node_by_node(toy_folder: Path, tmp_path: Path) -> None:
-    wanted = toy_run(tmp_path, toy_folder, "cluster.address=head:1", "cluster.cpus_per_worker=2", "train.ranks=2")
-    with pytest.raises(UserError, match=r"train\.ranks=2 ranks want 2 CPUs and 0 GPUs each, and there is room for 1"):
+    wanted = toy_run(tmp_path, toy_folder, "cluster.address=head:1", "cluster.cpus_per_worker=2", "train.num_workers=2")
+    with pytest.raises(UserError, match=r"train\.num_workers=2 want 2 CPUs and 0 GPUs each, and there is room for 1"):
         require_room(wanted, ["train"], [{"CPU": 3}, {"CPU": 1}])
     require_room(wanted, ["regenerate"], [{"CPU": 3}, {"CPU": 1}])
     require_room(wanted, ["train"], [{"CPU": 3}, {"CPU": 2}])
-    shared = toy_run(tmp_path, toy_folder, "train.ranks=7")  # ranks share the CPUs of a cluster of the run's own
+    shared = toy_run(tmp_path, toy_folder, "train.num_workers=7")  # ranks share the CPUs of a cluster of the run's own
     require_room(shared, ["train"], [{"CPU": 2}])
 
 

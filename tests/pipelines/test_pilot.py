@@ -47,7 +47,7 @@ def run(settings: Settings, stages: list[str], **options: Any) -> dict[str, Any]
     return {outcome.stage: outcome for outcome in run_stages(settings, Reporter(quiet=True), only=stages, **options)}
 
 
-PROJECTED = {"features_codec": "projected", "teacher_codec": "corrected", "directions": 0.75}
+PROJECTED = {"hidden_states_codec": "projected", "teacher_codec": "corrected", "components": 0.75}
 PILOT = {"share": 0.5, "max_steps": 3, "algorithms": ["dspark", "eagle3"]}
 
 
@@ -103,9 +103,11 @@ def test_an_exact_cache_is_recoded_as_the_pilot_found(
 
 
 def test_a_pilot_holds_nothing_out_and_has_no_best(folder: Path, toy_folder: Path) -> None:
-    settings = settings_for(folder, toy_folder, cache=PROJECTED, train={"publish": "best", "held_out_rows": 2})
+    settings = settings_for(
+        folder, toy_folder, cache=PROJECTED, train={"load_best_model_at_end": True, "validation_samples": 2}
+    )
     train = pilot_settings(settings, "dspark").train
-    assert (train.publish, train.held_out_rows) == ("last", 0)
+    assert (train.load_best_model_at_end, train.validation_samples) == (False, 0)
 
 
 def test_few_conversations_make_no_weak_pilot(folder: Path, toy_folder: Path) -> None:
@@ -119,8 +121,10 @@ def test_few_conversations_make_no_weak_pilot(folder: Path, toy_folder: Path) ->
     assert count_steps(pilot_settings(settings, "dspark", (8, 400)), 8) == 96
     assert count_steps(pilot_settings(settings, "dspark", (400, 400)), 400) == 402  # three epochs are more than that
     assert count_steps(pilot_settings(settings, "dspark", (8, 30)), 8) == 30  # no more than the training has
-    fixed = settings_for(folder, toy_folder, cache=PROJECTED, pilot={"epochs": 2.0}, train={"max_steps": None})
-    assert pilot_settings(fixed, "dspark", (8, 400)).train.epochs == 2.0
+    fixed = settings_for(
+        folder, toy_folder, cache=PROJECTED, pilot={"num_train_epochs": 2.0}, train={"max_steps": None}
+    )
+    assert pilot_settings(fixed, "dspark", (8, 400)).train.num_train_epochs == 2.0
 
 
 def test_another_pilot_is_another_cache(folder: Path, toy_folder: Path) -> None:
@@ -131,7 +135,7 @@ def test_another_pilot_is_another_cache(folder: Path, toy_folder: Path) -> None:
     before = Run(settings_for(folder, toy_folder, cache=PROJECTED, pilot=PILOT))
     assert changed.identity("cache") != before.identity("cache")
     assert "pilot" not in plain.stages
-    wider = Run(settings_for(folder, toy_folder, cache={**PROJECTED, "directions": 1.0}, pilot=PILOT))
+    wider = Run(settings_for(folder, toy_folder, cache={**PROJECTED, "components": 1.0}, pilot=PILOT))
     assert wider.identity("pilot") == before.identity("pilot")
     assert wider.identity("cache") != before.identity("cache")
 
@@ -149,7 +153,7 @@ def test_automatic_codecs_stay_within_the_bound(folder: Path, toy_folder: Path, 
     settings = settings_for(
         folder,
         toy_folder,
-        cache={"features_codec": "auto", "teacher_codec": "auto", "acceptance_bound": 0.02},
+        cache={"hidden_states_codec": "auto", "teacher_codec": "auto", "acceptance_bound": 0.02},
         pilot={"share": 0.5, "max_steps": 3},
     )
     done = run(settings, ["regenerate", *CACHE], redo=True)
@@ -165,7 +169,7 @@ def test_automatic_codecs_stay_within_the_bound(folder: Path, toy_folder: Path, 
 
 def test_a_bound_that_no_loss_meets_keeps_everything(folder: Path, toy_folder: Path) -> None:
     settings = settings_for(
-        folder, toy_folder, cache={"features_codec": "bf16", "teacher_codec": "auto", "acceptance_bound": 1e-9}
+        folder, toy_folder, cache={"hidden_states_codec": "bf16", "teacher_codec": "auto", "acceptance_bound": 1e-9}
     )
     done = run(settings, ["regenerate", *CACHE], redo=True)
     assert done["pilot"].result["steps"] == {}  # the features need no pilot
@@ -181,8 +185,8 @@ def test_other_teachers_and_unfolded_transforms_are_trained_from(
         tmp_path,
         toy_folder,
         cache={
-            "features_codec": "transform",
-            "features_options": {"output": "coordinates"},
+            "hidden_states_codec": "transform",
+            "hidden_states_options": {"output": "coordinates"},
             "teacher_codec": teacher,
             "teacher_options": {"top": 8},
         },

@@ -9,7 +9,7 @@ import pytest
 from pipelines.plan import PLANNED, make_plan, plan_text, spread
 from pipelines.progress import Reporter
 from pipelines.run import Run
-from pipelines.settings import FeaturesCodec, Settings, TeacherCodec, settings_from_dict
+from pipelines.settings import HiddenStatesCodec, Settings, TeacherCodec, settings_from_dict
 from storage.codecs import CODECS
 
 
@@ -21,9 +21,9 @@ def settings(folder: Path, target: Path, **sections: dict[str, Any]) -> Settings
             "run": {"directory": str(folder / "run")},
             "target": {"model": str(target), "dtype": "float32", "device": "cpu"},
             "data": {"train": [{"source": str(prompts)}]},
-            "regenerate": {"max_new_tokens": 20, "rows": 4},
-            "cache": {"features_codec": "int8", "teacher_codec": "bf16", "max_length": 64},
-            "train": {"global_batch_size": 8, "epochs": 2},
+            "regenerate": {"max_new_tokens": 20, "batch_size": 4},
+            "cache": {"hidden_states_codec": "int8", "teacher_codec": "bf16", "max_length": 64},
+            "train": {"global_batch_size": 8, "num_train_epochs": 2},
             **sections,
         }
     )
@@ -70,7 +70,7 @@ def test_spread_takes_from_everywhere() -> None:
 
 @pytest.mark.parametrize("teacher", ["auto", "recomputed"])
 def test_a_plan_knows_what_a_pilot_will_leave(tmp_path: Path, toy_folder: Path, teacher: str) -> None:
-    cache = {"features_codec": "auto", "teacher_codec": teacher, "directions": 0.5, "max_length": 64}
+    cache = {"hidden_states_codec": "auto", "teacher_codec": teacher, "components": 0.5, "max_length": 64}
     plan = make_plan(settings(tmp_path, toy_folder, cache=cache), Reporter(quiet=True), rows=6)
     configured = plan["configured"]
     assert configured["features"] == "projected"
@@ -81,6 +81,6 @@ def test_a_plan_knows_what_a_pilot_will_leave(tmp_path: Path, toy_folder: Path, 
 
 
 def test_settings_and_plan_know_codecs_that_exist() -> None:
-    for part, kind in (("features", FeaturesCodec), ("teacher", TeacherCodec)):
+    for part, kind in (("features", HiddenStatesCodec), ("teacher", TeacherCodec)):
         assert set(kind.__args__) - {"auto"} <= set(CODECS)
         assert set(PLANNED[part]) <= set(kind.__args__)

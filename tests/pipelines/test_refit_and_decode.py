@@ -45,13 +45,13 @@ def config_file(folder: Path, target: Path | str) -> str:
 def test_a_refit_has_the_published_parts_and_decodes_the_old_one_beside(
     published: Path, toy_folder: Path, tmp_path: Path
 ) -> None:
-    settings = refit_settings(config_file(tmp_path, toy_folder), ["train.epochs=1"], str(published))
+    settings = refit_settings(config_file(tmp_path, toy_folder), ["train.num_train_epochs=1"], str(published))
     drafter = settings.drafter
     assert (drafter.num_draft_layers, drafter.block_size, drafter.markov_rank, drafter.mask_token_id) == (1, 3, 4, 2)
     assert drafter.target_layer_ids == (0,)
     assert drafter.initial_weights == str(published)
     assert settings.evaluate.baselines == {"baseline": str(published)}
-    assert settings.train.epochs == 1
+    assert settings.train.num_train_epochs == 1
 
 
 def test_refits_that_cannot_work_are_refused(published: Path, toy_folder: Path, tmp_path: Path) -> None:

@@ -35,7 +35,11 @@ class Toy:
         self.name, self.output = name, output
 
     def identity(self, settings: Settings, run: Run) -> dict[str, Any]:
-        values = {"first": settings.run.seed, "second": settings.train.epochs, "third": settings.evaluate.rows}
+        values = {
+            "first": settings.run.seed,
+            "second": settings.train.num_train_epochs,
+            "third": settings.evaluate.batch_size,
+        }
         return {"value": values[self.name]}
 
     def execute(self, settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
@@ -64,8 +68,8 @@ def settings(folder: Path, seed: int = 0, epochs: float = 1.0, rows: int = 1) ->
         {
             "run": {"directory": str(folder), "seed": seed},
             "target": {"model": "m"},
-            "train": {"epochs": epochs},
-            "evaluate": {"rows": rows},
+            "train": {"num_train_epochs": epochs},
+            "evaluate": {"batch_size": rows},
             "tracking": {"wandb": "disabled"},
         }
     )

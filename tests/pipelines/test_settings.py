@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.errors import UserError
+from pipelines.setting_errors import RENAMED, known_keys
 from pipelines.settings import Settings, load_settings, settings_from_dict
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -51,8 +52,18 @@ def test_the_papers_table(name: str, model: str, layers: tuple[int, ...], mask: 
     drafter, train, loss = settings.drafter, settings.train, settings.train.loss
     assert (settings.target.model, drafter.target_layer_ids, drafter.mask_token_id) == (model, layers, mask)
     assert (drafter.block_size, drafter.num_draft_layers, drafter.markov_rank) == (7, 5, 256)
-    assert (train.num_anchors, train.learning_rate, train.global_batch_size, train.epochs) == (512, 6e-4, 512, 10)
-    assert (train.schedule, train.warmup_ratio, train.weight_decay, train.clip) == ("cosine", 0.04, 0, 1.0)
+    assert (train.num_anchors, train.learning_rate, train.global_batch_size, train.num_train_epochs) == (
+        512,
+        6e-4,
+        512,
+        10,
+    )
+    assert (train.lr_scheduler_type, train.warmup_ratio, train.weight_decay, train.max_grad_norm) == (
+        "cosine",
+        0.04,
+        0,
+        1.0,
+    )
     assert (loss.ce, loss.l1, loss.confidence, loss.position_decay) == (0.1, 0.9, 1.0, 4.0)
     assert settings.cache.max_length == 4096
     sampling = settings.regenerate
@@ -62,10 +73,18 @@ def test_the_papers_table(name: str, model: str, layers: tuple[int, ...], mask: 
 
 
 def test_extends_merges_sections_and_replaces_lists(tmp_path: Path) -> None:
-    write(tmp_path, MINIMAL + "train: {epochs: 3, ranks: 2}\nevaluate: {temperatures: [0.0, 1.0]}\n", "base.yaml")
-    path = write(tmp_path, "extends: base.yaml\ntrain: {ranks: 4}\nevaluate: {temperatures: [0.5]}\n")
+    write(
+        tmp_path,
+        MINIMAL + "train: {num_train_epochs: 3, num_workers: 2}\nevaluate: {temperatures: [0.0, 1.0]}\n",
+        "base.yaml",
+    )
+    path = write(tmp_path, "extends: base.yaml\ntrain: {num_workers: 4}\nevaluate: {temperatures: [0.5]}\n")
     settings = load_settings(path)
-    assert (settings.train.epochs, settings.train.ranks, settings.evaluate.temperatures) == (3, 4, (0.5,))
+    assert (settings.train.num_train_epochs, settings.train.num_workers, settings.evaluate.temperatures) == (
+        3,
+        4,
+        (0.5,),
+    )
 
 
 def test_overrides_are_read_as_yaml_and_reach_into_lists(tmp_path: Path) -> None:
@@ -91,10 +110,10 @@ def test_an_unknown_key_names_the_nearest_and_the_line(tmp_path: Path) -> None:
 
 
 def test_the_place_is_in_the_base_that_wrote_the_key(tmp_path: Path) -> None:
-    base = write(tmp_path, MINIMAL + "cache:\n  features_codec: int9\n", "base.yaml")
-    path = write(tmp_path, "extends: base.yaml\ntrain: {ranks: 2}\n")
+    base = write(tmp_path, MINIMAL + "cache:\n  hidden_states_codec: int9\n", "base.yaml")
+    path = write(tmp_path, "extends: base.yaml\ntrain: {num_workers: 2}\n")
     text = message(path)
-    assert text.startswith(f"{base}:4: cache.features_codec is 'int9'; did you mean int8?")
+    assert text.startswith(f"{base}:4: cache.hidden_states_codec is 'int9'; did you mean int8?")
 
 
 @pytest.mark.parametrize(
@@ -102,18 +121,18 @@ def test_the_place_is_in_the_base_that_wrote_the_key(tmp_path: Path) -> None:
     [
         ("learning_rate=1e-3", "did you mean `train.learning_rate`?"),
         ("trian.epochs=2", "command line (trian.epochs=2): unknown key `trian`; did you mean `train`?"),
-        ("train.epochs=true", "train.epochs is True; expected a valid number"),
-        ("train.ranks=1.5", "train.ranks is 1.5; expected a valid integer"),
-        ("train.ranks='2'", "train.ranks is '2'; expected a valid integer"),
+        ("train.num_train_epochs=true", "train.num_train_epochs is True; expected a valid number"),
+        ("train.num_workers=1.5", "train.num_workers is 1.5; expected a valid integer"),
+        ("train.num_workers='2'", "train.num_workers is '2'; expected a valid integer"),
         ("train.loss=3", "expected a section with keys"),
-        ("train.clip=.nan", "train.clip"),
+        ("train.max_grad_norm=.nan", "train.max_grad_norm"),
         ("drafter.block_size=65", "drafter.block_size is 65; expected less than or equal to 64"),
         ("drafter.markov_rank=0", "drafter.confidence_head_with_markov=false"),
         ("evaluate.policy=static", "policy static needs evaluate.static_length"),
         ("target.device=gpu", "expected auto, cpu, cuda or cuda:N"),
         ("data.train.7.limit=3", "there is no item 7 in `data.train`"),
         ("epochs", "expected key=value"),
-        ("train.epochs=", "'train.epochs=' has no value; write train.epochs=VALUE"),
+        ("train.num_train_epochs=", "'train.num_train_epochs=' has no value; write train.num_train_epochs=VALUE"),
         ("extends=foo.yaml", "`extends` is for settings files"),
         ("evaluate.policy=static", "command line (evaluate.policy=static): evaluate: policy static needs"),
         ("evaluate.temperatures=0", "expected a list, for example temperatures: [0]"),
@@ -133,15 +152,25 @@ def test_mistakes_on_the_command_line(word: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
-        ("cache.features_options={stp: 1}", "codec 'projected' has no setting 'stp'; it has step, focus, level"),
-        ("cache.features_options={step: nan}", "step = 'nan', it must be a number from 0.0001 to 8"),
-        ("cache.features_options={directions: 0}", "directions = 0, it must be a whole number of 1 or more"),
+        ("cache.hidden_states_options={stp: 1}", "codec 'projected' has no setting 'stp'; it has step, focus, level"),
+        ("cache.hidden_states_options={step: nan}", "step = 'nan', it must be a number from 0.0001 to 8"),
+        ("cache.hidden_states_options={directions: 0}", "directions = 0, it must be a whole number of 1 or more"),
         ("cache.teacher_options={top: -3}", "codec 'corrected': top = -3, it must be a whole number from 0 to 1024"),
         ("cache.teacher_options={resolution: 0}", "resolution = 0, it must be a whole number from 1 to 1024"),
     ],
 )
 def test_a_codec_option_is_checked_with_the_settings(word: str, expected: str) -> None:
     assert expected in message(CONFIGS / "base.yaml", "run.directory=out", "target.model=some/model", word)
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_key_of_earlier_versions_is_refused_with_its_new_name(old: str, tmp_path: Path) -> None:
+    section, key = old.split(".")
+    new = RENAMED[old].partition(",")[0]
+    text = f"run: {{directory: out}}\n{section}:\n  {key}: 1\n"
+    assert f".yaml:3: `{old}` was renamed to {new}" in message(write(tmp_path, text))
+    assert new in known_keys(Settings)
+    assert old not in known_keys(Settings)
 
 
 def test_every_fault_is_named_at_once(tmp_path: Path) -> None:

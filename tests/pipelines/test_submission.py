@@ -13,7 +13,7 @@ from pipelines.submission import job_command
 
 def settings(directory: str, codec: str = "bf16", **cluster: str) -> Settings:
     values = {"run": {"directory": directory}, "target": {"model": "m"}, "cluster": cluster}
-    return settings_from_dict({**values, "cache": {"features_codec": codec}})
+    return settings_from_dict({**values, "cache": {"hidden_states_codec": codec}})
 
 
 def test_the_job_runs_the_same_settings_in_an_absolute_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

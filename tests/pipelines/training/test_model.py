@@ -54,7 +54,7 @@ def test_learning_rates_fall_from_the_heads_to_the_projection(toy: Toy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [{"gradient_checkpointing": True}, {"compile": True}])
+@pytest.mark.parametrize("change", [{"gradient_checkpointing": True}, {"torch_compile": True}])
 def test_neither_recomputing_nor_compiling_changes_loss_and_gradients(toy: Toy, change: dict[str, Any]):
     loss, gradients = loss_and_gradients(toy.task("plain"))
     other, others = loss_and_gradients(toy.task("changed", **change))

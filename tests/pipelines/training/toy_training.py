@@ -52,13 +52,13 @@ def toy_settings(folder: Path, target: Path, **train: Any) -> Settings:
             "learning_rate": 3e-3,
             "precision": "float32",
             "zero_stage": 0,
-            "pack_budget": 64,
-            "checkpoint_every": 2,
-            "log_every": 1,
-            "held_out_rows": 2,
+            "max_tokens_per_micro_batch": 64,
+            "save_steps": 2,
+            "logging_steps": 1,
+            "validation_samples": 2,
             **train,
         },
-        "cache": {"features_codec": "bf16", "teacher_codec": "bf16"},
+        "cache": {"hidden_states_codec": "bf16", "teacher_codec": "bf16"},
     }
     import json
 

@@ -114,7 +114,7 @@ def logged(task: TrainingTask, name: str) -> list[dict[str, Any]]:
 def sweep(folder: Path, kills: int, seed: int, steps: int) -> dict[str, Any]:
     """The result as JSON values; `passed` says whether everything held."""
     toy, random = Toy(folder), Random(seed)
-    options: dict[str, Any] = {"max_steps": steps, "epochs": 1e6, "checkpoint_every": EVERY, "evaluate_every": 10}
+    options: dict[str, Any] = {"max_steps": steps, "num_train_epochs": 1e6, "save_steps": EVERY, "eval_steps": 10}
     reference = toy.task("undisturbed", **options)
     began = time.monotonic()
     train(reference)
@@ -146,7 +146,7 @@ def sweep(folder: Path, kills: int, seed: int, steps: int) -> dict[str, Any]:
         "checks": checks,
         "seed": seed,
         "steps": steps,
-        "checkpoint_every": EVERY,
+        "save_steps": EVERY,
         "kills": [asdict(one) for one in found],
     }
 
