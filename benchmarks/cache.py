@@ -37,8 +37,11 @@ from pipelines.stages.regenerate import read_conversations
 from pipelines.stages.workers import open_target
 from pipelines.target_facts import TargetFacts, examine_target
 from storage.cache.target_cache import CachePlan, CacheRow, Codecs, TargetCache, create_or_resume, finish, write_unit
-from storage.codecs import Codec, CodecSpec, TargetParts, TeacherRow, fit_codec, fit_teacher, measure
+from storage.codecs.base import Codec, TargetParts, TeacherRow
 from storage.codecs.components import reader_directions
+from storage.codecs.fitting import fit_codec, fit_teacher
+from storage.codecs.measure import measure
+from storage.codecs.registry import CodecSpec
 from storage.files.filesystems import Folder
 
 ROW = 512

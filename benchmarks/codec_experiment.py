@@ -26,8 +26,10 @@ from pipelines.training.loader import PackReader
 from pipelines.training.model import BlockLoss, make_drafter
 from pipelines.training.task import TrainingTask, step_plan
 from storage.cache.target_cache import CachePlan, CacheRow, Codecs, TargetCache, create_or_resume, finish, write_unit
-from storage.codecs import CodecSpec, TargetParts, TeacherRow, fit_codec, fit_teacher
+from storage.codecs.base import TargetParts, TeacherRow
 from storage.codecs.components import reader_directions
+from storage.codecs.fitting import fit_codec, fit_teacher
+from storage.codecs.registry import CodecSpec
 
 FIT_ROWS = 96
 

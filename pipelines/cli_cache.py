@@ -13,7 +13,7 @@ from pipelines.cli_tools import Commands, JsonOption, print_values
 from pipelines.errors import UserError
 
 if TYPE_CHECKING:
-    from storage.codecs import CodecSpec
+    from storage.codecs.registry import CodecSpec
 
 PathArgument = Annotated[str, typer.Argument(metavar="PATH", help="A target cache, or the run that holds it.")]
 NewArgument = Annotated[str, typer.Argument(metavar="NEW", help="Folder or URL of the new cache.")]
@@ -258,7 +258,7 @@ def _print_made(path: str, as_json: bool) -> None:
 
 def _codec(text: str) -> CodecSpec | None:
     """`name` or `name:setting=value,setting=value`; nothing is None."""
-    from storage.codecs import CodecSpec, codec_class
+    from storage.codecs.registry import CodecSpec, codec_class
 
     if not text:
         return None

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from dspark.target import Target
     from pipelines.target_facts import TargetFacts
     from storage.cache.target_cache import CacheRow
-    from storage.codecs import Codec, CodecSpec
+    from storage.codecs.base import Codec
+    from storage.codecs.registry import CodecSpec
 
 PLANNED = {
     "features": ("bf16", "bf16-planes", "int8", "fp8", "transform", "projected"),
@@ -221,7 +222,7 @@ class SampleCodecs:
     def spec(self, part: str, name: str | None = None) -> CodecSpec:
         """The codec that the settings ask for, or that of the name with its defaults."""
         from pipelines.stages.build_cache import count_directions
-        from storage.codecs import CodecSpec
+        from storage.codecs.registry import CodecSpec
 
         wanted = self._settings.cache
         configured, own_options = wanted.codec_of(part)
@@ -233,8 +234,8 @@ class SampleCodecs:
 
     def fit(self, part: str, spec: CodecSpec) -> Codec:
         from pipelines.stages.capture import target_parts, teacher_row
-        from storage.codecs import fit_codec, fit_teacher
         from storage.codecs.components import reader_directions
+        from storage.codecs.fitting import fit_codec, fit_teacher
 
         taken = [teacher_row(row) for row in self._rows]
         if part == "teacher":  # it measures on every other row by itself
@@ -251,7 +252,7 @@ class SampleCodecs:
         """Of each codec: bytes a token and signal-to-noise in dB of the features, bytes a state of the teacher and the
         bound on the error of the acceptance rate."""
         from pipelines.stages.capture import teacher_row
-        from storage.codecs import measure
+        from storage.codecs.measure import measure
 
         found: dict[str, dict[str, Any]] = {}
         judged = [(teacher_row(row).features.flatten(1), True) for row in self.judged]

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.errors import UserError
-from storage.codecs import CodecSpec
+from storage.codecs.registry import CodecSpec
 from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
     import torch
 
     from storage.cache.target_cache import TargetCache
-    from storage.codecs import TargetParts
+    from storage.codecs.base import TargetParts
 
 
 def parts_of(cache: TargetCache, model: str, teacher: CodecSpec) -> TargetParts:

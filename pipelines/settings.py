@@ -129,7 +129,7 @@ class CacheSettings(Section):
                 continue
             if name == "auto":
                 raise ValueError(f"cache.{part}_options are for a codec by name, but cache.{part}_codec is auto")
-            from storage.codecs import codec_class  # here: it takes torch, which most settings files need not load
+            from storage.codecs.registry import codec_class
 
             try:
                 codec_class(name).complete(options)

@@ -26,8 +26,9 @@ from storage.cache.target_cache import (
     load_codecs,
     write_unit,
 )
-from storage.codecs import TargetParts, TeacherRow, finished, fit_teacher
-from storage.codecs.measure import total_variation
+from storage.codecs.base import TargetParts, TeacherRow
+from storage.codecs.fitting import fit_teacher
+from storage.codecs.measure import recomputed_states, total_variation
 from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ class CaptureWorker:
             assert self.codecs.teacher is not None
             parts = self.codecs.teacher.target
             assert parts is not None
-            stored = finished(row.teacher, row.teacher_positions.numpy(), parts)
+            stored = recomputed_states(row.teacher, row.teacher_positions.numpy(), parts)
             found[sample_id] = float(total_variation(exact, stored, parts, whole_tail=False).mean())
         return found
 
@@ -221,7 +222,7 @@ def target_parts(target: Target, teacher_codec: str) -> TargetParts:
 def teacher_row(row: CacheRow) -> TeacherRow:
     """A captured row on the CPU, for codecs to be fitted on."""
     from storage.cache.records import teacher_positions
-    from storage.codecs import as_tensor
+    from storage.codecs.base import as_tensor
 
     assert row.last is not None
     positions = teacher_positions(row.spans, len(row.input_ids))

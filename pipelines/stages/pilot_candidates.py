@@ -14,7 +14,10 @@ from dspark.output_head import log_normalizers
 from dspark.packing import DenseTeacher, PackedBatch, Sample, pack
 from dspark.target import TargetError
 from pipelines.stages.capture import read_directions, teacher_row
-from storage.codecs import Codec, CodecSpec, TeacherRow, fit_codec, fit_teacher, measure
+from storage.codecs.base import Codec, TeacherRow
+from storage.codecs.fitting import fit_codec, fit_teacher
+from storage.codecs.measure import measure
+from storage.codecs.registry import CodecSpec
 
 if TYPE_CHECKING:
     from pipelines.stages.capture import Conversation

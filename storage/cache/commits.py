@@ -20,7 +20,7 @@ import numpy as np
 from storage.cache.plan import FORMAT, VERSION, CachePlan, Codecs, SampleIndex, write_samples
 from storage.cache.records import WHOLE, CacheCorrupt, CacheRow, dataset_features, seal, unseal
 from storage.cache.shards import NonFiniteState, encode_row, write_shard
-from storage.codecs import dump_codec, fit_codec, load_codec
+from storage.codecs.fitting import dump_codec, fit_codec, load_codec
 from storage.files.filesystems import Folder, StorageFull
 from storage.identity import require_same
 

@@ -23,7 +23,9 @@ from storage.cache.plan import DEFAULT_UNIT_TOKENS, CachePlan, Codecs
 from storage.cache.records import CacheRow, teacher_positions
 from storage.cache.rewrite import FIT_TOKENS, OnUnit, write_cache
 from storage.cache.shards import encode_row
-from storage.codecs import CodecSpec, TeacherRow, as_tensor, fit_codec, fit_teacher
+from storage.codecs.base import TeacherRow, as_tensor
+from storage.codecs.fitting import fit_codec, fit_teacher
+from storage.codecs.registry import CodecSpec
 from storage.files.filesystems import Folder
 
 RECORD = struct.Struct("<qii5q")

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from storage.cache.records import check_spans
-from storage.codecs import CodecSpec
 from storage.codecs.base import Codec
+from storage.codecs.registry import CodecSpec
 from storage.identity import identity_of, plain
 
 Spans = Sequence[tuple[int, int]]

@@ -32,7 +32,9 @@ from storage.cache.read_ahead import ReadAhead
 from storage.cache.records import StoredRow
 from storage.cache.shards import checksum_of
 from storage.cache.target_cache import TargetCache
-from storage.codecs import Codec, CodecSpec, TargetParts, TeacherRow, codec_class, fit_codec, fit_teacher
+from storage.codecs.base import Codec, TargetParts, TeacherRow
+from storage.codecs.fitting import fit_codec, fit_teacher
+from storage.codecs.registry import CodecSpec, codec_class
 from storage.files.filesystems import TEMPORARY_SUFFIX, Folder
 from storage.identity import differences
 

@@ -31,7 +31,9 @@ from storage.cache.read_ahead import ReadAhead
 from storage.cache.records import AGAIN, WHOLE, CacheCorrupt, CacheRow, StoredRow, unseal
 from storage.cache.shards import NonFiniteState, ShardReader, checksum_of, decode_row, encode_row
 from storage.cache.verify import Problem, verify
-from storage.codecs import Codec, CodecSpec, fit_codec
+from storage.codecs.base import Codec
+from storage.codecs.fitting import fit_codec
+from storage.codecs.registry import CodecSpec
 from storage.files.filesystems import Folder, StorageFull
 from storage.files.local_copy import LocalCopy
 

@@ -76,6 +76,21 @@ class StoredTeacher:
     tail_mass: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class TeacherRow:
+    """A sequence to fit teacher codecs on: captured states [S, m*d], last states [S, d], positions [P]."""
+
+    features: torch.Tensor
+    last: torch.Tensor
+    positions: np.ndarray
+
+
+def last_state_sample(rows: Sequence[TeacherRow]) -> Sample:
+    """What a codec of last states is fitted on: the states at the teacher positions."""
+    used = [row for row in rows if len(row.positions)]
+    return [(row.last[torch.from_numpy(row.positions)], bool(row.positions[0] == 0)) for row in used]
+
+
 class Codec(ABC):
     """Settings (JSON) and tensors (fitted) turn states into bytes and back."""
 
@@ -129,9 +144,22 @@ class Codec(ABC):
         return self._copies[name, place]
 
     @classmethod
-    def fit(cls, sample: Sample, *, width: int, **settings: Any) -> Self:
-        """A codec whose statistics come from the sample. Codecs without statistics ignore it."""
+    def fit(
+        cls,
+        sample: Sample,
+        *,
+        width: int,
+        layers: int = 1,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        **settings: Any,
+    ) -> Self:
+        """A codec whose statistics come from the sample; see `fit_codec`. Codecs without statistics ignore it."""
         return cls(width=width, settings=settings)
+
+    @classmethod
+    def fit_rows(cls, rows: Sequence[TeacherRow], target: TargetParts | None, *, width: int, **settings: Any) -> Self:
+        """A codec of the teacher; one that does not know the target codes the last states at the teacher positions."""
+        return cls.fit(last_state_sample(rows), width=width, **settings)
 
     @property
     def out_width(self) -> int:
@@ -182,10 +210,17 @@ class Codec(ABC):
         """[W, C]: states out of coordinates, in the least-squares sense; None where `projection` is."""
         return None
 
-    @property
-    def bits(self) -> float | None:
-        """Measured bits per captured value on the fitting sample, when it was measured."""
-        return self.measured.get("bits_per_value")
+
+class TeacherCodec(Codec):
+    """A codec that knows the target and codes the teacher alone."""
+
+    teacher_only = True
+
+    @classmethod
+    @abstractmethod
+    def fit_rows(
+        cls, rows: Sequence[TeacherRow], target: TargetParts | None, *, width: int, **settings: Any
+    ) -> Self: ...
 
 
 class LossyCodec(Codec):
@@ -252,11 +287,11 @@ def common_first_row(rows: list[torch.Tensor]) -> torch.Tensor | None:
     return best
 
 
-def gather(sample: Sample, codec: Codec) -> torch.Tensor:
-    """All rows of the sample but first tokens, as the codec's coordinates, [R, C] float32."""
-    pieces = [codec.coordinates(values)[1 if first else 0 :] for values, first in sample if len(values)]
-    if not pieces or sum(len(piece) for piece in pieces) < 2:
-        raise ValueError(f"codec {codec.name!r} cannot be fitted: the sample has fewer than 2 rows after first tokens")
+def gather(sample: Sample, of: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float) -> torch.Tensor:
+    """`of` each sequence's states, all rows but first tokens, [R, C] float32. ValueError for fewer than two."""
+    pieces = [of(values)[1 if first else 0 :] for values, first in sample if len(values)]
+    if sum(map(len, pieces)) < 2:
+        raise ValueError("a codec cannot be fitted: the sample has fewer than 2 rows after first tokens")
     return torch.cat(pieces)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from storage.codecs.base import Codec, Sample, StoredTeacher, TargetParts
-
-CHUNK = 128  # positions whose distributions exist at once
+from storage.codecs.base import Codec, Sample, StoredTeacher, TargetParts, TeacherRow, last_state_sample
+from storage.codecs.top_tokens import CHUNK
 
 
 def snr_db(exact: torch.Tensor, coded: torch.Tensor) -> float:
@@ -51,6 +52,40 @@ def measure(codec: Codec, sample: Sample, *, layers: int = 1) -> dict[str, Any]:
     if codec.projection is None and layers > 1:
         found["snr_db_by_layer"] = [_finite(snr_db(x, y)) for x, y in _by_layer(a, b, layers)]
     return found
+
+
+def measure_teacher(codec: Codec, rows: Sequence[TeacherRow], *, temperature: float = 1.0) -> dict[str, Any]:
+    """What a fitted teacher codec costs and loses on these rows; see `fit_teacher`."""
+    found: dict[str, Any] = {}
+    if not codec.teacher_only:
+        found = measure(codec, last_state_sample(rows))
+    exact, stored, size = [], [], 0
+    for row in rows:
+        payload = codec.encode_teacher(row.features, row.last, row.positions)
+        size += len(payload)
+        decoded = codec.decode_teacher(payload, row.positions, dtype=torch.float32)
+        exact.append(row.last[torch.from_numpy(row.positions)])
+        stored.append(decoded if codec.target is None else recomputed_states(decoded, row.positions, codec.target))
+    positions = sum(map(len, exact))
+    found |= {"rows": positions, "bytes_per_token": round(size / positions, 2)}
+    if codec.target is not None:
+        found["acceptance"] = teacher_error(torch.cat(exact), _joined(stored), codec.target, temperature=temperature)
+    return found
+
+
+def recomputed_states(stored: StoredTeacher, positions: np.ndarray, target: TargetParts) -> StoredTeacher:
+    """A teacher that is to be recomputed, with its last states; any other as it is."""
+    if stored.source is None:
+        return stored
+    if target.finish is None:
+        raise ValueError("this teacher is recomputed by the target's layers above the last captured one: give them")
+    states = target.finish(stored.source)
+    return replace(stored, source=None, states=states[torch.from_numpy(positions).to(states.device)])
+
+
+def _joined(parts: Sequence[StoredTeacher]) -> StoredTeacher:
+    names = [name for name in ("states", "top_ids", "top_values", "tail_mass") if getattr(parts[0], name) is not None]
+    return StoredTeacher(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
 def _by_layer(a: torch.Tensor, b: torch.Tensor, layers: int) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:

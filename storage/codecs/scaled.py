@@ -1,4 +1,4 @@
-"""One byte a value with a bf16 scale for each token and group of neighbouring channels: int8, and fp8 e4m3."""
+"""What `int8` and `fp8` share: one byte a value, a bf16 scale for each token and group of neighbouring channels."""
 
 from __future__ import annotations
 
@@ -35,7 +35,15 @@ class Scaled(LossyCodec):
             self.settings["group"] = next(size for size in range(min(group, width), 0, -1) if width % size == 0)
 
     @classmethod
-    def fit(cls, sample: Sample, *, width: int, **settings: Any) -> Self:
+    def fit(
+        cls,
+        sample: Sample,
+        *,
+        width: int,
+        layers: int = 1,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        **settings: Any,
+    ) -> Self:
         codec = cls(width=width, settings=settings)
         row = common_first_row([values[0].float() for values, first in sample if first and len(values)])
         if row is not None:
@@ -65,19 +73,3 @@ class Scaled(LossyCodec):
             looked_up = FLOAT8_AS_BFLOAT16[np.frombuffer(payload[size:], np.uint8)]
             codes = torch.from_numpy(looked_up).view(torch.bfloat16).view(shape).to(device)
         return torch.mul(codes, scales).view(rows, self.width)
-
-
-class Int8(Scaled):
-    """Error at most half a step: the group's largest magnitude / 254."""
-
-    name = "int8"
-    top = 127.0
-    codes = torch.int8
-
-
-class Fp8(Scaled):
-    """float8 e4m3: relative error at most 1/16 of each value; the group's largest magnitude maps to 448."""
-
-    name = "fp8"
-    top = 448.0
-    codes = torch.float8_e4m3fn

@@ -9,6 +9,8 @@ byte of the differences, lowest first, a zstd frame of [K, P] bytes, and one of 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 import zstandard
@@ -16,6 +18,12 @@ import zstandard
 from storage.codecs.symbols import leb128, read_leb128
 
 LARGEST = 127
+CHUNK = 128  # positions whose logits exist at once
+
+
+def chunks(states: torch.Tensor) -> Iterator[torch.Tensor]:
+    """[P, d] in pieces of CHUNK positions."""
+    return iter(states.split(CHUNK))
 
 
 def pack_top(token_ids: torch.Tensor, codes: torch.Tensor, vocabulary: int, *, level: int) -> bytes:

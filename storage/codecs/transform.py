@@ -1,99 +1,18 @@
-"""Linear coordinates, uniform steps, entropy coding. R rows, W captured width, C coordinates.
-
-y = P x; codes = round((y - mean) / step); decoded y = codes * step + mean. The mean is removed inside the quantiser
-only, so a consumer that folds P or its inverse into its own first linear layer needs no bias.
-
-- "transform": P decorrelates (a KLT over all captured layers jointly, or within each, or none). Decodes to states, or,
-  with `output: "coordinates"`, to y.
-- "projected": P is given from outside (the directions that a pilot drafter looks at). Decodes to y; `inverse` then is
-  only the start of a reader: the states that fit the coordinates best on the sample.
-"""
+"""States decorrelated (a KLT over all captured layers jointly, or within each, or none), quantised, entropy-coded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-import numpy as np
 import torch
 
-from storage.codecs.base import LossyCodec, Sample, common_first_row, gather
-from storage.codecs.symbols import choose_classes, pack, unpack
+from storage.codecs.base import Sample, gather
+from storage.codecs.quantised import Quantised, apply
+from storage.codecs.registry import register
 
 
-class Quantised(LossyCodec):
-    """Codes coordinates whose `mean`, `step` [C] and optionally `forward` [C, W] and `inverse` [W, C] are fitted
-    (or [k, W/k, W/k], the diagonal blocks of such a matrix)."""
-
-    inline_dtype = torch.float32
-
-    def __init__(
-        self,
-        *,
-        width: int,
-        settings: Mapping[str, Any] | None = None,
-        tensors: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        super().__init__(width=width, settings=settings, tensors=tensors)
-        if "classes" in self.tensors:
-            self._classes = self.tensors["classes"].numpy()
-
-    @property
-    def out_width(self) -> int:
-        forward = self.tensors.get("forward")
-        return self.width if forward is None or self._restores or forward.ndim == 3 else len(forward)
-
-    @property
-    def projection(self) -> torch.Tensor | None:
-        return None if self._restores else _dense(self.tensors.get("forward"))
-
-    @property
-    def lift(self) -> torch.Tensor | None:
-        return None if self._restores else _dense(self.tensors.get("inverse"))
-
-    @property
-    def _restores(self) -> bool:
-        return self.settings.get("output") == "states"
-
-    def _forward(self, values: torch.Tensor) -> torch.Tensor:
-        values = values.float()
-        return _apply(self.tensor_on("forward", values.device), values) if "forward" in self.tensors else values
-
-    def coordinates(self, values: torch.Tensor) -> torch.Tensor:
-        return values.float() if self._restores else self._forward(values)
-
-    def encode_rows(self, coordinates: torch.Tensor) -> bytes:
-        values = self._forward(coordinates) if self._restores else coordinates
-        mean, step = self.tensor_on("mean", values.device), self.tensor_on("step", values.device)
-        codes = ((values - mean) / step).round_().clamp_(-(2**30), 2**30).to(torch.int32)
-        return pack(codes.t().cpu().numpy(), self._classes, level=self.settings["level"])
-
-    def decode_rows(self, payload: memoryview, rows: int, device: torch.device | str) -> torch.Tensor:
-        codes = torch.from_numpy(unpack(payload, self._classes, rows)).to(device)
-        mean, step = self.tensor_on("mean", device), self.tensor_on("step", device)
-        if not self._restores or "inverse" not in self.tensors:
-            return torch.addcmul(mean, codes.t().contiguous().to(torch.float32), step)
-        inverse = self.tensor_on("inverse", device)
-        if inverse.ndim == 3:
-            return _apply(inverse, torch.addcmul(mean[:, None], codes.to(torch.float32), step[:, None]).t())
-        return torch.addmm(inverse @ mean, codes.to(torch.float32).t(), (inverse * step).t())
-
-    def fit_steps(self, coordinates: torch.Tensor, step: torch.Tensor | float) -> None:
-        """Means, steps ([C] or one for all, in units of the coordinates) and packing classes from [R, C]."""
-        mean = coordinates.mean(0)
-        deviation = (coordinates - mean).square().mean(0).sqrt()
-        steps = torch.as_tensor(step, dtype=torch.float32).expand(len(mean)).clamp_min(1e-12).clone()
-        self.tensors["mean"], self.tensors["step"] = mean, steps
-        self._classes = choose_classes((deviation / steps).numpy())
-        self.tensors["classes"] = torch.from_numpy(self._classes)
-
-    def fit_first_row(self, sample: Sample) -> None:
-        firsts = [self.coordinates(values[:1])[0] for values, first in sample if first and len(values)]
-        row = common_first_row(firsts)
-        if row is not None:
-            self.tensors["first_row"] = row
-
-
+@register
 class Transform(Quantised):
     """Steps are `step` standard deviations of each channel (equal relative error in every captured channel).
 
@@ -136,7 +55,7 @@ class Transform(Quantised):
         **settings: Any,
     ) -> Self:
         codec = cls(width=width, settings=settings)
-        states = gather([(values.float(), first) for values, first in sample], _Identity(width=width))
+        states = gather(sample)
         centred = states - states.mean(0)
         deviation = centred.square().mean(0).sqrt().clamp_min(1e-6)
         step, metric, kind = codec.settings["step"], codec.settings["metric"], codec.settings["decorrelate"]
@@ -159,82 +78,9 @@ class Transform(Quantised):
             bases = torch.stack([_principal(part) for part in whitened.chunk(blocks, dim=1)])
             codec.tensors["forward"] = _squeeze(bases @ _diagonal_blocks(root, blocks))
             codec.tensors["inverse"] = _squeeze(_diagonal_blocks(inverse_root, blocks) @ bases.transpose(1, 2))
-            codec.fit_steps(_apply(codec.tensors["forward"], states), step)
+            codec.fit_steps(apply(codec.tensors["forward"], states), step)
         codec.fit_first_row(sample)
         return codec
-
-
-class Projected(Quantised):
-    """Coordinates P x for a given `projection` P [C, W], strongest first, and the `shares` [C] of what is read of the
-    states that each carries (equal if they are not given).
-
-    The step of coordinate c is `step` * (s_d / s_c) ** `focus` of its standard deviations, s_d the share of the d-th
-    coordinate (d hidden size). With a focus of 1/2 all coordinates leave the same error in what is read, which is the
-    least error for the bits that it takes (reverse water-filling); with 0 each is kept alike, read or not.
-    """
-
-    name = "projected"
-    defaults: ClassVar[dict[str, Any]] = {"step": 0.5, "focus": 0.5, "level": 1, "directions": None}
-
-    @classmethod
-    def fit(
-        cls,
-        sample: Sample,
-        *,
-        width: int,
-        layers: int = 1,
-        tensors: Mapping[str, torch.Tensor] | None = None,
-        **settings: Any,
-    ) -> Self:
-        codec = cls(width=width, settings=settings)
-        if not tensors or "projection" not in tensors:
-            raise ValueError('codec "projected" needs the pilot\'s directions: pass tensors={"projection": [C, W]}')
-        projection = tensors["projection"].float()
-        if projection.ndim != 2 or projection.shape[1] != width:
-            raise ValueError(f"the projection is {tuple(projection.shape)}, expected [C, {width}]")
-        directions = codec.settings["directions"] or len(projection)
-        if directions > len(projection):
-            raise ValueError(f"directions = {directions}, but the projection has {len(projection)} rows")
-        codec.tensors["forward"] = projection[:directions].contiguous()
-        coordinates = gather(sample, codec)
-        codec.tensors["inverse"] = _least_squares(gather(sample, _Identity(width=width)), coordinates)
-        relative = torch.ones(directions)
-        if "shares" in tensors:
-            shares = tensors["shares"].float()[:directions].clamp_min(1e-12)
-            relative = (shares[min(directions, width // layers) - 1] / shares).pow(codec.settings["focus"])
-        codec.fit_steps(coordinates, codec.settings["step"] * relative * coordinates.std(0, correction=0))
-        codec.fit_first_row(sample)
-        return codec
-
-
-class _Identity(Transform):
-    """States as they are, for gathering rows."""
-
-    def coordinates(self, values: torch.Tensor) -> torch.Tensor:
-        return values.float()
-
-
-def _least_squares(states: torch.Tensor, coordinates: torch.Tensor) -> torch.Tensor:
-    """L [W, C] bfloat16 that minimises the sum of |x - L y|² over rows x of [R, W], y of [R, C], with a small ridge."""
-    y = coordinates.double()
-    gram = y.t() @ y
-    gram.diagonal().add_(1e-4 * gram.diagonal().mean())
-    return torch.linalg.solve(gram, y.t() @ states.double()).t().to(torch.bfloat16).contiguous()
-
-
-def _dense(matrix: torch.Tensor | None) -> torch.Tensor | None:
-    """[C, W], of a matrix or its diagonal blocks; float32."""
-    if matrix is None:
-        return None
-    return (torch.block_diag(*matrix) if matrix.ndim == 3 else matrix).float()
-
-
-def _apply(matrix: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """values [R, W] times a matrix [C, W] or diagonal blocks [k, W/k, W/k] of one."""
-    if matrix.ndim == 2:
-        return values @ matrix.t()
-    parts = values.reshape(len(values), len(matrix), matrix.shape[2]).transpose(0, 1)
-    return torch.bmm(parts, matrix.transpose(1, 2)).transpose(0, 1).flatten(1)
 
 
 def _diagonal_blocks(matrix: torch.Tensor, blocks: int) -> torch.Tensor:
@@ -288,8 +134,3 @@ def head_metric(
         weight += p.sum(0).double()
     metric += (head.t() @ (head * weight.float()[:, None])).double()
     return (metric / len(states) / temperature**2).float().cpu()
-
-
-def classes_of(codec: Quantised) -> np.ndarray:
-    """Packing class of each coordinate [C]."""
-    return codec._classes

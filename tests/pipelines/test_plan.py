@@ -10,7 +10,7 @@ from pipelines.plan import PLANNED, make_plan, plan_text, spread
 from pipelines.progress import Reporter
 from pipelines.run import Run
 from pipelines.settings import HiddenStatesCodec, Settings, TeacherCodec, settings_from_dict
-from storage.codecs import CODECS
+from storage.codecs.registry import codec_names
 
 
 def settings(folder: Path, target: Path, **sections: dict[str, Any]) -> Settings:
@@ -82,5 +82,5 @@ def test_a_plan_knows_what_a_pilot_will_leave(tmp_path: Path, toy_folder: Path, 
 
 def test_settings_and_plan_know_codecs_that_exist() -> None:
     for part, kind in (("features", HiddenStatesCodec), ("teacher", TeacherCodec)):
-        assert set(kind.__args__) - {"auto"} <= set(CODECS)
+        assert set(kind.__args__) - {"auto"} <= set(codec_names())
         assert set(PLANNED[part]) <= set(kind.__args__)

@@ -6,17 +6,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.codecs import CODECS, Codec, CodecSpec, dump_codec, fit_codec, load_codec
-from storage.codecs.base import StoredTeacher, TargetParts
+from storage.codecs.base import Codec, StoredTeacher, TargetParts
 from storage.codecs.components import reader_directions
+from storage.codecs.fitting import dump_codec, fit_codec, load_codec
 from storage.codecs.measure import snr_db, teacher_error
+from storage.codecs.registry import CodecSpec, codec_class, codec_names
 from storage.codecs.symbols import NIBBLE, PAIR, WIDE, pack, unpack
 from storage.codecs.transform import head_metric
 
 LAYERS, HIDDEN = 3, 64
 WIDTH = LAYERS * HIDDEN
 LOSSY = ["int8", "fp8", "transform", "projected"]
-STATES = sorted(name for name, codec in CODECS.items() if not codec.teacher_only)
+STATES = sorted(name for name in codec_names() if not codec_class(name).teacher_only)
 
 
 def sequences(count: int = 6, length: int = 80, seed: int = 0) -> list[tuple[torch.Tensor, bool]]:
@@ -193,7 +194,7 @@ def test_a_payload_of_other_length_is_refused(name: str) -> None:
 
 
 def test_unknown_names_and_settings_are_named() -> None:
-    with pytest.raises(ValueError, match=r"no codec is named 'int9'; choose one of bf16"):
+    with pytest.raises(ValueError, match=r"no codec is named 'int9'; did you mean int8\? choose one of bf16"):
         CodecSpec(name="int9")
     with pytest.raises(ValueError, match=r"no setting 'stepp'"):
         fitted("transform", stepp=1)

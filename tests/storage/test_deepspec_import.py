@@ -10,8 +10,8 @@ import torch
 from storage.cache.deepspec_import import DeepSpecCache, import_deepspec, spans_of
 from storage.cache.records import teacher_positions
 from storage.cache.target_cache import TargetCache
-from storage.codecs import CodecSpec
 from storage.codecs.measure import snr_db
+from storage.codecs.registry import CodecSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SOURCE = GOLDEN / "deepspec_target_cache_v2"

@@ -16,7 +16,9 @@ from storage.cache import shards
 from storage.cache.plan import CachePlan, Codecs
 from storage.cache.records import CacheRow, StoredRow, teacher_positions
 from storage.cache.target_cache import TargetCache, create_or_resume, finish, write_unit
-from storage.codecs import CodecSpec, TargetParts, TeacherRow, fit_codec, fit_teacher
+from storage.codecs.base import TargetParts, TeacherRow
+from storage.codecs.fitting import fit_codec, fit_teacher
+from storage.codecs.registry import CodecSpec
 
 WIDTH, VOCABULARY = LAYERS * HIDDEN, 300
 HEAD = 0.7 * torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(4))

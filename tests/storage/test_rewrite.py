@@ -12,8 +12,9 @@ from cache_builders import HIDDEN, SAMPLES, build, folder_bytes, make_plan, make
 from storage.cache.records import CacheCorrupt
 from storage.cache.rewrite import merge, recode
 from storage.cache.target_cache import TargetCache
-from storage.codecs import CodecSpec, TargetParts
+from storage.codecs.base import TargetParts
 from storage.codecs.measure import snr_db
+from storage.codecs.registry import CodecSpec
 from storage.identity import IdentityMismatch
 
 INT8, TRANSFORM = CodecSpec(name="int8"), CodecSpec(name="transform")

@@ -23,7 +23,7 @@ from storage.cache.target_cache import (
     plan_units,
     write_unit,
 )
-from storage.codecs import CodecSpec
+from storage.codecs.registry import CodecSpec
 from storage.files.filesystems import Folder
 from storage.identity import IdentityMismatch
 

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.codecs import CodecSpec, TeacherRow, dump_codec, fit_teacher, load_codec
-from storage.codecs.base import Codec, StoredTeacher, TargetParts
+from storage.codecs.base import Codec, StoredTeacher, TargetParts, TeacherRow
+from storage.codecs.fitting import dump_codec, fit_teacher, load_codec
 from storage.codecs.measure import teacher_error
+from storage.codecs.registry import CodecSpec
 from storage.codecs.top_tokens import pack_top, unpack_top
 
 HIDDEN, LAYERS, VOCABULARY = 32, 2, 300

@@ -1,4 +1,4 @@
-"""Bit-exact bf16: raw (fastest to read), or split into byte planes of which zstd shrinks the upper one."""
+"""Bit-exact bf16 split into byte planes, of which zstd shrinks the upper one."""
 
 from __future__ import annotations
 
@@ -9,28 +9,10 @@ import torch
 import zstandard
 
 from storage.codecs.base import Codec, from_raw, raw_bytes
+from storage.codecs.registry import register
 
 
-class Bf16(Codec):
-    """Raw little-endian bf16, row-major. float32 input is rounded to nearest even."""
-
-    name = "bf16"
-    exact = True
-
-    def encode(self, values: torch.Tensor, *, first: bool = False) -> bytes:
-        return raw_bytes(values.to(torch.bfloat16))
-
-    def decode(
-        self,
-        payload: bytes | memoryview,
-        rows: int,
-        *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> torch.Tensor:
-        return from_raw(payload, torch.bfloat16).view(rows, self.width).to(device=device, dtype=dtype)
-
-
+@register
 class Bf16Planes(Codec):
     """The upper bytes (sign and exponent) channel-major under zstd, the lower ones (mantissa) row-major as they are.
 

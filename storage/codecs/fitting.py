@@ -1,0 +1,81 @@
+"""Codecs fitted on a sample and measured on it, and fitted ones written beside the cache and read again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+
+from storage.codecs.base import Codec, Sample, TargetParts, TeacherRow
+from storage.codecs.measure import measure, measure_teacher
+from storage.codecs.registry import CodecSpec, codec_class
+
+MEASURED_POSITIONS = 4096  # of the teacher, on which its codecs are measured
+
+
+def fit_codec(
+    spec: CodecSpec, sample: Sample, *, width: int, layers: int = 1, tensors: Mapping[str, torch.Tensor] | None = None
+) -> Codec:
+    """Fit on the sample and measure on it. W = `width` values a token, made of `layers` captured layers.
+
+    `tensors`: what a codec needs beside the sample: `projection` [C, W] for "projected", `metric` [W, W] for
+    "transform" with `metric: "given"`.
+    """
+    kind = codec_class(spec.name)
+    if kind.teacher_only:
+        raise ValueError(f"codec {spec.name!r} codes the teacher and is fitted with `fit_teacher`")
+    codec = kind.fit(sample, width=width, layers=layers, tensors=tensors, **spec.settings)
+    if any(len(values) for values, _ in sample):
+        codec.measured = measure(codec, sample, layers=layers)
+    return codec
+
+
+def fit_teacher(
+    spec: CodecSpec,
+    rows: Sequence[TeacherRow],
+    *,
+    width: int,
+    target: TargetParts | None = None,
+    temperature: float = 1.0,
+) -> Codec:
+    """Fit a codec of the teacher on every other row and measure it on the rest (on the one row if there is but one).
+
+    W = `width` is the hidden size. With the `target`, which codecs that know it need, the error of the acceptance rate
+    at `temperature` is measured too (`teacher_error`). The codec keeps the target, ready to encode.
+    """
+    fitting, measuring = (rows[::2], rows[1::2]) if len(rows) > 1 else (rows, rows)
+    codec = codec_class(spec.name).fit_rows(fitting, target, width=width, **spec.settings)
+    codec.target = target
+    with_teacher = [row for row in measuring if len(row.positions)] or [row for row in fitting if len(row.positions)]
+    if with_teacher and (target is not None or not codec.teacher_only):
+        codec.measured = measure_teacher(codec, _up_to(with_teacher, MEASURED_POSITIONS), temperature=temperature)
+    return codec
+
+
+def _up_to(rows: Sequence[TeacherRow], positions: int) -> list[TeacherRow]:
+    """Rows spread evenly, with about so many teacher positions in all, one row at least."""
+    total = sum(len(row.positions) for row in rows)
+    return list(rows[:: -(-total // positions)]) if total > positions else list(rows)
+
+
+def dump_codec(codec: Codec) -> tuple[dict[str, Any], bytes]:
+    """(JSON description, safetensors bytes)."""
+    description = {
+        "name": codec.name,
+        "width": codec.width,
+        "out_width": codec.out_width,
+        "settings": codec.settings,
+        "measured": codec.measured,
+    }
+    return description, save({name: tensor.contiguous() for name, tensor in sorted(codec.tensors.items())})
+
+
+def load_codec(description: Mapping[str, Any], tensors: bytes) -> Codec:
+    """The codec that `dump_codec` described."""
+    codec = codec_class(description["name"])(
+        width=description["width"], settings=description["settings"], tensors=load(tensors)
+    )
+    codec.measured = dict(description["measured"])
+    return codec

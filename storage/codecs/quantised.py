@@ -1,0 +1,104 @@
+"""What `transform` and `projected` share: linear components, uniform steps, entropy coding.
+
+R rows, W captured width, C components. y = P x; codes = round((y - mean) / step); decoded y = codes * step + mean. The
+mean is removed inside the quantiser only, so a consumer that merges P or its inverse into its own first linear layer
+needs no bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from storage.codecs.base import LossyCodec, Sample, common_first_row
+from storage.codecs.symbols import choose_classes, pack, unpack
+
+
+class Quantised(LossyCodec):
+    """Codes coordinates whose `mean`, `step` [C] and optionally `forward` [C, W] and `inverse` [W, C] are fitted
+    (or [k, W/k, W/k], the diagonal blocks of such a matrix)."""
+
+    inline_dtype = torch.float32
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        settings: Mapping[str, Any] | None = None,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__(width=width, settings=settings, tensors=tensors)
+        if "classes" in self.tensors:
+            self._classes = self.tensors["classes"].numpy()
+
+    @property
+    def out_width(self) -> int:
+        forward = self.tensors.get("forward")
+        return self.width if forward is None or self._restores or forward.ndim == 3 else len(forward)
+
+    @property
+    def projection(self) -> torch.Tensor | None:
+        return None if self._restores else dense(self.tensors.get("forward"))
+
+    @property
+    def lift(self) -> torch.Tensor | None:
+        return None if self._restores else dense(self.tensors.get("inverse"))
+
+    @property
+    def _restores(self) -> bool:
+        return self.settings.get("output") == "states"
+
+    def _forward(self, values: torch.Tensor) -> torch.Tensor:
+        values = values.float()
+        return apply(self.tensor_on("forward", values.device), values) if "forward" in self.tensors else values
+
+    def coordinates(self, values: torch.Tensor) -> torch.Tensor:
+        return values.float() if self._restores else self._forward(values)
+
+    def encode_rows(self, coordinates: torch.Tensor) -> bytes:
+        values = self._forward(coordinates) if self._restores else coordinates
+        mean, step = self.tensor_on("mean", values.device), self.tensor_on("step", values.device)
+        codes = ((values - mean) / step).round_().clamp_(-(2**30), 2**30).to(torch.int32)
+        return pack(codes.t().cpu().numpy(), self._classes, level=self.settings["level"])
+
+    def decode_rows(self, payload: memoryview, rows: int, device: torch.device | str) -> torch.Tensor:
+        codes = torch.from_numpy(unpack(payload, self._classes, rows)).to(device)
+        mean, step = self.tensor_on("mean", device), self.tensor_on("step", device)
+        if not self._restores or "inverse" not in self.tensors:
+            return torch.addcmul(mean, codes.t().contiguous().to(torch.float32), step)
+        inverse = self.tensor_on("inverse", device)
+        if inverse.ndim == 3:
+            return apply(inverse, torch.addcmul(mean[:, None], codes.to(torch.float32), step[:, None]).t())
+        return torch.addmm(inverse @ mean, codes.to(torch.float32).t(), (inverse * step).t())
+
+    def fit_steps(self, coordinates: torch.Tensor, step: torch.Tensor | float) -> None:
+        """Means, steps ([C] or one for all, in units of the coordinates) and packing classes from [R, C]."""
+        mean = coordinates.mean(0)
+        deviation = (coordinates - mean).square().mean(0).sqrt()
+        steps = torch.as_tensor(step, dtype=torch.float32).expand(len(mean)).clamp_min(1e-12).clone()
+        self.tensors["mean"], self.tensors["step"] = mean, steps
+        self._classes = choose_classes((deviation / steps).numpy())
+        self.tensors["classes"] = torch.from_numpy(self._classes)
+
+    def fit_first_row(self, sample: Sample) -> None:
+        firsts = [self.coordinates(values[:1])[0] for values, first in sample if first and len(values)]
+        row = common_first_row(firsts)
+        if row is not None:
+            self.tensors["first_row"] = row
+
+
+def dense(matrix: torch.Tensor | None) -> torch.Tensor | None:
+    """[C, W], of a matrix or its diagonal blocks; float32."""
+    if matrix is None:
+        return None
+    return (torch.block_diag(*matrix) if matrix.ndim == 3 else matrix).float()
+
+
+def apply(matrix: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """values [R, W] times a matrix [C, W] or diagonal blocks [k, W/k, W/k] of one."""
+    if matrix.ndim == 2:
+        return values @ matrix.t()
+    parts = values.reshape(len(values), len(matrix), matrix.shape[2]).transpose(0, 1)
+    return torch.bmm(parts, matrix.transpose(1, 2)).transpose(0, 1).flatten(1)
