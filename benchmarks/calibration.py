@@ -35,7 +35,7 @@ def main() -> None:
     events = events.filter(pc.and_(own, pc.equal(events["temperature"], options.temperature)))
     rows = columns(events)
     table = round_table(rows)
-    prompts = len(set(rows["request_id"]))
+    prompts = len(set(rows["prompt_id"]))
     print(f"{len(events)} rounds of {prompts} prompts at temperature {options.temperature:g}, {options.folds} folds\n")
     slots = " | ".join(str(slot + 1) for slot in range(table.slots))
     print(f"| calibration | ECE | if exactly right | {slots} |\n| --- |{' ---: |' * (table.slots + 2)}")

@@ -1,6 +1,6 @@
 """Acceptance statistics from round events, each with a bootstrap interval. Pure numpy.
 
-R rounds, G slots, Q requests. Terms:
+R rounds, G slots, P prompts. Terms:
 
 - *accepted length*: tokens a round commits, Σ committed / R: drafts kept plus the one token of the target's own.
 - *conditional acceptance* of slot k: accepted / reached, given that every slot before it was accepted.
@@ -8,7 +8,8 @@ R rounds, G slots, Q requests. Terms:
 - *survival* of slot k: share of rounds in which drafts 1..k were all accepted, where that is known.
 - *verification rate*: accepted drafts / verified drafts.
 
-Rounds of one request resemble one another, so intervals come from drawing whole requests with replacement.
+Rounds of one prompt resemble one another, those of its other seeds and turns too, so intervals come from drawing whole
+prompts with replacement.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ class Estimate:
     low: float
     high: float
     rounds: int
-    requests: int
+    prompts: int
 
     def to_dict(self) -> dict[str, Any]:
         numbers = {name: getattr(self, name) for name in ("value", "low", "high")}
         return {name: None if np.isnan(n) else n for name, n in numbers.items()} | {
             "rounds": self.rounds,
-            "requests": self.requests,
+            "prompts": self.prompts,
         }
 
 
@@ -57,7 +58,7 @@ class Estimate:
 class RoundTable:
     """Round events as arrays; per-slot ones are padded with False, 0 or NaN beyond what a round had."""
 
-    request: NDArray[np.int64]  # [R] index of the request
+    prompt: NDArray[np.int64]  # [R] index of the prompt, from 0
     committed: NDArray[np.int64]
     accepted_raw: NDArray[np.int64]
     scheduled: NDArray[np.int64]
@@ -71,12 +72,12 @@ class RoundTable:
 
     @classmethod
     def from_events(
-        cls, events: Iterable[Mapping[str, Any]], key: Sequence[str] = ("request_id", "seed")
+        cls, events: Iterable[Mapping[str, Any]], key: Sequence[str] = ("prompt_id", "domain")
     ) -> RoundTable:
-        """Rows of the event log: the fields of `RoundEvent`, and those in `key`, which tell requests apart."""
+        """Rows of the event log: the fields of `RoundEvent`, and those in `key`, which tell prompts apart."""
         rows = list(events)
         names: dict[tuple[Any, ...], int] = {}
-        request = [names.setdefault(tuple(row.get(part) for part in key), len(names)) for row in rows]
+        prompt = [names.setdefault(tuple(row.get(part) for part in key), len(names)) for row in rows]
         slots = max((max(row["proposed"], row["scheduled"]) for row in rows), default=0)
 
         def padded(field: str, fill: Any, dtype: Any) -> NDArray[Any]:
@@ -91,7 +92,7 @@ class RoundTable:
             return np.array([row[field] for row in rows], dtype=dtype)
 
         return cls(
-            request=np.array(request, dtype=np.int64),
+            prompt=np.array(prompt, dtype=np.int64),
             committed=column("committed", np.int64),
             accepted_raw=column("accepted_raw", np.int64),
             scheduled=column("scheduled", np.int64),
@@ -105,15 +106,15 @@ class RoundTable:
         )
 
     def __len__(self) -> int:
-        return len(self.request)
+        return len(self.prompt)
 
     @property
     def slots(self) -> int:
         return self.accepted.shape[1]
 
     @property
-    def requests(self) -> int:
-        return int(self.request.max()) + 1 if len(self) else 0
+    def prompts(self) -> int:
+        return int(self.prompt.max()) + 1 if len(self) else 0
 
     @property
     def with_confidence(self) -> NDArray[np.bool_]:
@@ -123,25 +124,25 @@ class RoundTable:
         return np.asarray(~np.isnan(self.confidence_logits).any(axis=-1), dtype=bool)
 
 
-def _resamples(requests: int, draws: int, seed: int) -> NDArray[np.int64]:
-    """[draws, Q] how often each request is in each resample."""
-    return np.random.default_rng(seed).multinomial(requests, np.full(requests, 1 / requests), size=draws)
+def _resamples(prompts: int, draws: int, seed: int) -> NDArray[np.int64]:
+    """[draws, P] how often each prompt is in each resample."""
+    return np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), size=draws)
 
 
 def ratio(table: RoundTable, top: ArrayLike, bottom: ArrayLike, *, draws: int = DRAWS, seed: int = 0) -> Estimate:
     """Σ top / Σ bottom over rounds, [R] each, with its interval; `rounds` counts those with a bottom above 0."""
     above, below = np.asarray(top, dtype=np.float64), np.asarray(bottom, dtype=np.float64)
     use = below > 0
-    rounds, requests = int(use.sum()), len(np.unique(table.request[use]))
+    rounds, prompts = int(use.sum()), len(np.unique(table.prompt[use]))
     if rounds == 0:
         return Estimate(float("nan"), float("nan"), float("nan"), 0, 0)
-    a = np.bincount(table.request, above, minlength=table.requests)
-    b = np.bincount(table.request, below, minlength=table.requests)
-    counts = _resamples(table.requests, draws, seed)
+    a = np.bincount(table.prompt, above, minlength=table.prompts)
+    b = np.bincount(table.prompt, below, minlength=table.prompts)
+    counts = _resamples(table.prompts, draws, seed)
     with np.errstate(invalid="ignore", divide="ignore"):
         values = (counts @ a) / (counts @ b)
     low, high = np.nanpercentile(values, [2.5, 97.5])
-    return Estimate(float(above.sum() / below.sum()), float(low), float(high), rounds, requests)
+    return Estimate(float(above.sum() / below.sum()), float(low), float(high), rounds, prompts)
 
 
 def accepted_length(table: RoundTable, **options: int) -> Estimate:
@@ -246,18 +247,18 @@ def confidence_quality(
     results = []
     for slot in range(part.slots):
         use = known[:, slot]
-        p, y, owner = chances[use, slot], survived[use, slot], part.request[use]
+        p, y, owner = chances[use, slot], survived[use, slot], part.prompt[use]
         measures: list[Callable[[Floats, NDArray[np.bool_]], float]] = [
             lambda a, b: expected_calibration_error(a, b, bins),
             auroc,
             brier,
         ]
-        found = [_by_requests(measure, p, y, owner, draws, seed) for measure in measures]
+        found = [_by_prompts(measure, p, y, owner, draws, seed) for measure in measures]
         results.append(ConfidenceQuality(slot + 1, *found))
     return results
 
 
-def _by_requests(
+def _by_prompts(
     measure: Callable[[Floats, NDArray[np.bool_]], float],
     p: Floats,
     y: NDArray[np.bool_],

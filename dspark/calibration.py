@@ -183,21 +183,51 @@ def fit_affine(
     return temperatures, shifts
 
 
+MINIMUM_SLOPE = 0.02
+
+
 def _logistic(x: Floats, y: Floats, shrinkage: float) -> tuple[float, float]:
-    """Slope and offset by Newton's method. A slope is kept above 0.02, so that the order stays."""
+    """(slope, offset) at the minimum of the shrunk log loss over slopes of at least MINIMUM_SLOPE, so that order stays.
+
+    The objective is convex: where its minimum has a smaller slope, the best allowed one lies on that bound, with the
+    offset fitted anew beside it.
+    """
     inputs = np.stack([x, np.ones_like(x)], axis=1)
-    start = np.array([1.0, 0.0])
-    found = start.copy()
+    found = _minimise(inputs, y, shrinkage, np.array([1.0, 0.0]), np.array([1.0, 0.0]))
+    if found[0] >= MINIMUM_SLOPE:
+        return float(found[0]), float(found[1])
+    bound = np.array([MINIMUM_SLOPE, 0.0])
+    offset = _minimise(inputs[:, 1:], y, shrinkage, np.zeros(1), np.zeros(1), constant=inputs @ bound)
+    return MINIMUM_SLOPE, float(offset[0])
+
+
+def _minimise(
+    inputs: Floats, y: Floats, shrinkage: float, start: Floats, centre: Floats, constant: Floats | float = 0.0
+) -> Floats:
+    """argmin over w of Σ log loss(y, constant + inputs·w) + shrinkage/8 · |w - centre|² by Newton with backtracking."""
+
+    def objective(w: Floats) -> float:
+        z = constant + inputs @ w
+        return float(np.sum(np.logaddexp(0.0, z) - y * z) + shrinkage / 8 * np.sum((w - centre) ** 2))
+
+    found, value = start, objective(start)
     # A coin's variance is 1/4: the penalty weighs like `shrinkage` outcomes.
-    penalty = shrinkage / 4 * np.eye(2)
-    for _ in range(60):
-        p = sigmoid(inputs @ found)
-        gradient = inputs.T @ (p - y) + penalty @ (found - start)
+    penalty = shrinkage / 4 * np.eye(len(start))
+    for _ in range(200):
+        p = sigmoid(constant + inputs @ found)
+        gradient = inputs.T @ (p - y) + penalty @ (found - centre)
         step = np.linalg.solve((inputs * (p * (1 - p))[:, None]).T @ inputs + penalty, gradient)
-        found = found - step * min(1.0, 2.0 / max(float(np.abs(step).max()), 1e-12))
-        if float(np.abs(step).max()) < 1e-10:
+        slope = float(gradient @ step)  # how fast the objective falls along the step
+        if slope < 1e-18 * max(1.0, value):
             break
-    return max(float(found[0]), 0.02), float(found[1])
+        length = 1.0
+        while length > 1e-12 and objective(found - length * step) > value - 1e-4 * length * slope:
+            length /= 2
+        if length <= 1e-12:  # rounding hides any further gain
+            break
+        found = found - length * step
+        value = objective(found)
+    return found
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ serving comparison read (section 3.2.2 of the DSpark paper). `dspark.step_cost` 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
@@ -25,12 +25,14 @@ class SchedulingError(ValueError):
 class CostTable:
     """Measured steps per second against tokens in the verification batch; linear in step time in between.
 
-    Below the first entry the first step time holds; beyond the last one, its time per token.
+    Below the first entry the first step time holds; beyond the last one, its time per token. `overhead_seconds` of
+    every step, whatever its size (drafting), is added to the time that was read.
     """
 
     tokens: tuple[int, ...]
     steps_per_second: tuple[float, ...]
     source: str = ""  # where it was measured: device, engine, model
+    overhead_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.steps_per_second):
@@ -42,6 +44,8 @@ class CostTable:
             raise SchedulingError(f"token counts of a cost table must ascend from 1 or more; got {list(self.tokens)}")
         if not all(np.isfinite(self.steps_per_second)) or min(self.steps_per_second) <= 0:
             raise SchedulingError("steps per second must be positive, finite numbers")
+        if not (np.isfinite(self.overhead_seconds) and self.overhead_seconds >= 0):
+            raise SchedulingError(f"overhead_seconds must be 0 or more and finite; got {self.overhead_seconds}")
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Sequence[float]]) -> CostTable:
@@ -73,7 +77,8 @@ class CostTable:
         wanted = np.asarray(tokens, dtype=np.float64)
         counts, seconds = self._arrays
         time = np.interp(wanted, counts, seconds)
-        return np.asarray(1.0 / np.where(wanted > counts[-1], seconds[-1] * wanted / counts[-1], time))
+        verified = np.where(wanted > counts[-1], seconds[-1] * wanted / counts[-1], time)
+        return np.asarray(1.0 / (verified + self.overhead_seconds))
 
 
 class Cost(Protocol):
@@ -143,12 +148,10 @@ class StepCosts:
         return self.verify
 
     def at_rows(self, rows: int) -> CostTable:
-        """Steps per second by tokens with the draft's time for so many rows in every step."""
+        """Steps per second by tokens with the draft's time for so many rows in every step: 1 / `seconds(., rows)`."""
         return _with_draft(self, rows)
 
 
 @lru_cache(maxsize=4096)
 def _with_draft(costs: StepCosts, rows: int) -> CostTable:
-    more = float(costs.draft(rows))
-    speeds = tuple(1 / (1 / speed + more) for speed in costs.verify.steps_per_second)
-    return CostTable(costs.verify.tokens, speeds, costs.verify.source)
+    return replace(costs.verify, overhead_seconds=costs.verify.overhead_seconds + float(costs.draft(rows)))

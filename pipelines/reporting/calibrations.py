@@ -82,7 +82,7 @@ def cross_validated(rows: Columns, grid: Floats, bins: int, folds: int = 10) -> 
 
     The prompts are dealt to the folds at random, by a fixed seed.
     """
-    prompts, owner = np.unique(rows["request_id"], return_inverse=True)
+    prompts, owner = np.unique(rows["prompt_id"], return_inverse=True)
     fold = np.random.default_rng(0).permutation(len(prompts))[owner] % folds
     logits = rows["confidence_logits"].astype(np.float64)
     found = {name: survival(logits) for name in ("none", "temperature", "affine", "isotonic")}

@@ -218,7 +218,7 @@ def tape(value: float | None, low: float | None, high: float | None, cells: int,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class IntervalPoint:
     """One dot of an interval chart."""
 
     name: str
@@ -229,7 +229,9 @@ class Estimate:
     marker: str = "circle"
 
 
-def interval_chart(rows: Sequence[tuple[str, Sequence[Estimate]]], *, title: str, x_label: str, start: float) -> str:
+def interval_chart(
+    rows: Sequence[tuple[str, Sequence[IntervalPoint]]], *, title: str, x_label: str, start: float
+) -> str:
     """Dots with whiskers, one row a label, one dot a series."""
     known = [v for _, estimates in rows for e in estimates for v in (e.value, e.high) if v is not None]
     end = max([*known, start + 1]) * 1.02

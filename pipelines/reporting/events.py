@@ -26,6 +26,8 @@ from storage.files.filesystems import TEMPORARY_SUFFIX, Folder
 # What a row is about; the same columns lead both tables.
 LABEL_FIELDS = [
     pa.field("request_id", pa.string(), nullable=False),
+    pa.field("prompt_id", pa.string(), nullable=False),
+    pa.field("turn", pa.int32(), nullable=False),
     pa.field("domain", pa.string(), nullable=False),
     pa.field("split", pa.string(), nullable=False),
     pa.field("seed", pa.int64(), nullable=False),
@@ -78,8 +80,13 @@ class EventsMismatch(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """What a completion was asked for. `drafter` is "dspark", "no-sequential-head", "plain" or another name."""
+    """What a completion was asked for: `turn` (from 0) of the prompt `prompt_id`, and how it was decoded.
 
+    `drafter` is "dspark", "no-sequential-head", "plain" or another name.
+    """
+
+    prompt_id: str
+    turn: int = 0
     domain: str
     split: str
     seed: int
@@ -187,7 +194,7 @@ class EventLog:
         all_events = pa.concat_tables(events) if events else EVENT_SCHEMA.empty_table()
         completions = pa.Table.from_pylist(rows, schema=COMPLETION_SCHEMA)
         order = [("drafter", "ascending"), ("temperature", "ascending"), ("request_id", "ascending")]
-        order += [("seed", "ascending"), ("policy", "ascending")]
+        order += [("seed", "ascending"), ("policy", "ascending"), ("prompt_id", "ascending"), ("turn", "ascending")]
         return (
             all_events.sort_by([*order, ("round", "ascending")]).replace_schema_metadata(metadata),
             completions.sort_by(order).replace_schema_metadata(metadata),

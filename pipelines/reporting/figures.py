@@ -3,7 +3,7 @@
 The statistics are those of `dspark.acceptance` and `dspark.calibration`; here events are grouped by variant,
 temperature and domain, and the results put into the records of report.json.
 
-Legend: R rounds, G block slots, Q requests.
+Legend: R rounds, G block slots, P prompts.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ def _domains(table: Columns) -> Iterator[tuple[str, Columns]]:
 
 
 def round_table(rows: Columns) -> RoundTable:
-    """The rounds as `dspark.acceptance` takes them; a request is an id, a seed and a domain."""
+    """The rounds as `dspark.acceptance` takes them: every seed and turn of a prompt belongs to that one prompt."""
     names: dict[tuple[Any, ...], int] = {}
-    keys = zip(rows["request_id"], rows["seed"], rows["domain"], strict=True)
+    keys = zip(rows["prompt_id"], rows["domain"], strict=True)
     slots = max(int(np.max(rows["proposed"], initial=0)), int(np.max(rows["scheduled"], initial=0)))
 
     def cut(name: str) -> np.ndarray:
         return rows[name][:, :slots]
 
     return RoundTable(
-        request=np.array([names.setdefault(key, len(names)) for key in keys], dtype=np.int64),
+        prompt=np.array([names.setdefault(key, len(names)) for key in keys], dtype=np.int64),
         committed=rows["committed"].astype(np.int64),
         accepted_raw=rows["accepted_raw"].astype(np.int64),
         scheduled=rows["scheduled"].astype(np.int64),
@@ -125,25 +125,29 @@ def _plain_lengths(completions: pa.Table) -> list[dict[str, Any]]:
             own = [row for row in here if domain in (row["domain"], MEAN)]
             passes = sum(len(row["output_ids"]) - 1 for row in own)
             record: dict[str, Any] = {"drafter": PLAIN, "temperature": temperature, "domain": domain, "value": 1.0}
-            record |= {"low": None, "high": None, "rounds": passes, "requests": len(own), "tokens": passes}
-            record |= {"drafted": 0, "accepted": 0, "verification_rate": None, "stop_cuts": 0}
+            record |= {"low": None, "high": None, "rounds": passes, "prompts": len({row["prompt_id"] for row in own})}
+            record |= {"tokens": passes, "drafted": 0, "accepted": 0, "verification_rate": None, "stop_cuts": 0}
             records.append(record)
     return records
 
 
 def mean_accepted_length(domains: Sequence[RoundTable], *, draws: int = DRAWS) -> Estimate:
-    """Mean of the domains' accepted lengths; requests are drawn again inside each domain."""
+    """Mean of the domains' accepted lengths; prompts are drawn again inside each domain.
+
+    There is no interval where a domain has a single prompt: how prompts of its kind differ is unknown.
+    """
     values = np.zeros(draws)
     for seed, table in enumerate(domains):
-        committed = np.bincount(table.request, table.committed, minlength=table.requests)
-        rounds = np.bincount(table.request, minlength=table.requests)
-        chances = np.full(table.requests, 1 / table.requests)
-        counts = np.random.default_rng(seed).multinomial(table.requests, chances, size=draws)
+        committed = np.bincount(table.prompt, table.committed, minlength=table.prompts)
+        rounds = np.bincount(table.prompt, minlength=table.prompts)
+        chances = np.full(table.prompts, 1 / table.prompts)
+        counts = np.random.default_rng(seed).multinomial(table.prompts, chances, size=draws)
         values += (counts @ committed) / (counts @ rounds) / len(domains)
     mean = float(np.mean([table.committed.sum() / len(table) for table in domains]))
-    low, high = np.percentile(values, [2.5, 97.5])
-    rounds_, requests = (sum(sizes) for sizes in zip(*[(len(t), t.requests) for t in domains], strict=True))
-    return Estimate(mean, float(low), float(high), rounds_, requests)
+    alone = any(table.prompts < 2 for table in domains)
+    low, high = (np.nan, np.nan) if alone else np.percentile(values, [2.5, 97.5])
+    rounds_, prompts = (sum(sizes) for sizes in zip(*[(len(t), t.prompts) for t in domains], strict=True))
+    return Estimate(mean, float(low), float(high), rounds_, prompts)
 
 
 def positions(events: pa.Table) -> list[dict[str, Any]]:
@@ -301,9 +305,9 @@ def _round_times(rows: Columns) -> dict[str, Any]:
 
 
 def _estimate(estimate: Estimate) -> dict[str, Any]:
-    """A single request has no interval."""
+    """A single prompt has no interval."""
     found = estimate.to_dict()
-    return found | {"low": None, "high": None} if estimate.requests < 2 else found
+    return found | {"low": None, "high": None} if estimate.prompts < 2 else found
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from pipelines.reporting.charts import Estimate, Series, bar_chart, interval_chart, line_chart, number, percent, tape
+from pipelines.reporting.charts import (
+    IntervalPoint,
+    Series,
+    bar_chart,
+    interval_chart,
+    line_chart,
+    number,
+    percent,
+    tape,
+)
 from pipelines.reporting.page_parts import FEW, absent, folded, key, legend, marker_of, name_of, table, tone_of
 
 
@@ -35,7 +44,7 @@ def accepted_length(report: Mapping[str, Any]) -> str:
                 (
                     domain,
                     [
-                        Estimate(
+                        IntervalPoint(
                             name=name_of(row["drafter"]),
                             value=row["value"],
                             low=row["low"],
@@ -64,7 +73,7 @@ def accepted_length(report: Mapping[str, Any]) -> str:
             "accepted length",
             "interval",
             "rounds",
-            "requests",
+            "prompts",
             "tokens",
             "verified kept",
         ],
@@ -76,7 +85,7 @@ def accepted_length(report: Mapping[str, Any]) -> str:
                 number(row["value"], 3),
                 f"{number(row['low'])} – {number(row['high'])}" if row["low"] is not None else "–",
                 f"{row['rounds']:,}",
-                f"{row['requests']:,}",
+                f"{row['prompts']:,}",
                 f"{row['tokens']:,}",
                 percent(row["verification_rate"]),
             ]
@@ -105,7 +114,7 @@ def _hero(rows: Sequence[Mapping[str, Any]], temperature: float, cells: int, dom
         f'<div class="panel"><h3>Temperature {temperature:g}</h3>'
         f'<div class="big">{number(first["value"])}<small>tokens a target pass</small></div>'
         f'<ul class="ladder">{items}</ul>'
-        f'<p class="note">{over}, {first["rounds"]:,} rounds of {first["requests"]:,} answers.{interval}</p></div>'
+        f'<p class="note">{over}, {first["rounds"]:,} rounds of {first["prompts"]:,} prompts.{interval}</p></div>'
     )
 
 

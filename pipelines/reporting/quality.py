@@ -64,10 +64,14 @@ def equality_with_plain(
 
     A difference is a tie when the target's two best logits lie at most `gap_tolerance` apart where the texts part.
     """
-    reference = {(row["request_id"], row["seed"]): row for row in plain}
+
+    def answer(row: Mapping[str, Any]) -> tuple[str, int, int]:
+        return row["prompt_id"], row["turn"], row["seed"]
+
+    reference = {answer(row): row for row in plain}
     compared, differing = 0, []
     for row in drafted:
-        other = reference.get((row["request_id"], row["seed"]))
+        other = reference.get(answer(row))
         if other is None:
             continue
         compared += 1

@@ -26,7 +26,7 @@ from pipelines.reporting.page import render_page
 from pipelines.reporting.samples import Decode, sample_texts
 from storage.files.filesystems import Folder
 
-SCHEMA = "dspark-report/1"
+SCHEMA = "dspark-report/2"
 MOST_POINTS = 300
 
 

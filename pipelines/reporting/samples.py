@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 Decode = Callable[[Sequence[int]], str]
 LONGEST = 160
 FEWEST = 4  # rounds of a text worth showing, where there is a longer one
-_REQUEST = ["temperature", "domain", "request_id", "seed", "policy"]
+_REQUEST = ["temperature", "domain", "request_id", "seed", "policy", "prompt_id", "turn"]
 _CONTEXT = 8
 
 
@@ -55,7 +55,7 @@ def sample_texts(
         for name in _REQUEST:
             keep = pc.and_(keep, pc.equal(own[name], row[name]))
         rounds = sorted(own.filter(keep).to_pylist(), key=lambda event: event["round"])
-        samples.append(_sample(rounds, prompts.get(row["request_id"], ""), show))
+        samples.append(_sample(rounds, prompts.get(row["prompt_id"], ""), show))
     return samples
 
 

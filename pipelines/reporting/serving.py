@@ -53,14 +53,13 @@ def recording_of(events: pa.Table, temperature: float, calibration: SlotCalibrat
             pc.and_(pc.equal(events["drafter"], MAIN), pc.equal(events["policy"], "full")),
             pc.equal(events["temperature"], temperature),
         )
-    ).sort_by([("request_id", "ascending"), ("seed", "ascending"), ("round", "ascending")])
+    ).sort_by([(name, "ascending") for name in ("prompt_id", "turn", "seed", "round")])
     if not len(own):
         return None
     rows = columns(own)
-    names = [f"{request}/{seed}" for request, seed in zip(rows["request_id"], rows["seed"], strict=True)]
-    _, first, rounds = np.unique(names, return_index=True, return_counts=True)
-    order = np.argsort(first)
-    first, rounds = first[order].astype(np.int64), rounds[order].astype(np.int64)
+    answers = list(zip(rows["prompt_id"], rows["turn"], rows["seed"], strict=True))
+    first = np.array([at for at, answer in enumerate(answers) if at == 0 or answer != answers[at - 1]], dtype=np.int64)
+    rounds = np.diff([*first, len(answers)])
     logits = rows["confidence_logits"].astype(np.float64)
     return Recording(
         accepted=rows["accepted_raw"].astype(np.int64),

@@ -23,7 +23,8 @@ TERMS = {
     "their distances averaged by how full the bins are; mean over slots.",
     "Brier score": "Mean squared distance between predicted survival and what happened (1 accepted, 0 not).",
     "AUROC": "The probability that an accepted slot had a higher predicted survival than a rejected one.",
-    "95% interval": "From a bootstrap that draws whole answers again, not rounds: rounds of one answer are alike.",
+    "95% interval": "From a bootstrap that draws whole prompts again, with all their rounds, seeds and turns: those "
+    "of one prompt are alike.",
     "Mean of domains": "Every domain counts the same, however many prompts it has.",
     "Load": "How many users have a request at the same time; one whose answer ends asks the next at once.",
     "Verification budget": "Drafts that a step verifies, a request each.",

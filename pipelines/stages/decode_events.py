@@ -243,7 +243,7 @@ class DecodeWorker:
                     skipped[prompt.prompt_id] = why
                     continue
                 # An earlier process may have finished some prompts of this unit.
-                if (done := self.log.output_ids(request.request_id, labels_of(unit, prompt))) is not None:
+                if (done := self.log.output_ids(request.request_id, labels_of(unit, prompt, turn))) is not None:
                     said[prompt.prompt_id].append(self._answer(done))
                     continue
                 asked[request.request_id] = prompt
@@ -254,7 +254,7 @@ class DecodeWorker:
                 prompt = asked[completion.request_id]
                 tokens += len(completion.output_ids)
                 said[prompt.prompt_id].append(self._answer(completion.output_ids))
-                self.log.append(completion, labels_of(unit, prompt))
+                self.log.append(completion, labels_of(unit, prompt, turn))
                 began = time.perf_counter()
         record = {
             "drafter": unit.decoding,
@@ -291,8 +291,10 @@ class DecodeWorker:
         )
 
 
-def labels_of(unit: DecodeUnit, prompt: Prompt) -> Labels:
+def labels_of(unit: DecodeUnit, prompt: Prompt, turn: int) -> Labels:
     return Labels(
+        prompt_id=prompt.prompt_id,
+        turn=turn,
         domain=prompt.domain,
         split=unit.split,
         seed=unit.seed,

@@ -146,6 +146,7 @@ class ServingWorker:
 
 def _labels(settings: Settings, unit: ServingUnit, prompt: Prompt, temperature: float) -> Labels:
     return Labels(
+        prompt_id=prompt.prompt_id,
         domain=prompt.domain,
         split=split_of(unit.users),
         seed=settings.run.seed,

@@ -41,7 +41,7 @@ def an_event(kept: int, scheduled: int, logits: list[float], **changes: Any) -> 
 def a_table(*events: RoundEvent, names: list[str] | None = None) -> RoundTable:
     names = names or [str(index) for index in range(len(events))]
     return RoundTable.from_events(
-        [event.to_dict() | {"request_id": name, "seed": 0} for event, name in zip(events, names, strict=True)]
+        [event.to_dict() | {"prompt_id": name, "domain": "chat"} for event, name in zip(events, names, strict=True)]
     )
 
 
@@ -90,7 +90,7 @@ def test_threshold_replay_equals_decoding_with_the_threshold() -> None:
         tables.append(
             RoundTable.from_events(
                 [
-                    event.to_dict() | {"request_id": completion.request_id, "seed": 0}
+                    event.to_dict() | {"prompt_id": completion.request_id, "domain": "chat"}
                     for completion in decoder.generate(requests)
                     for event in completion.rounds
                 ]
@@ -107,19 +107,19 @@ def test_threshold_replay_equals_decoding_with_the_threshold() -> None:
         assert counted.low < counted.value < counted.high
 
 
-def test_intervals_cover_and_know_about_requests() -> None:
+def test_intervals_cover_and_know_about_prompts() -> None:
     rng = np.random.default_rng(0)
     covered = 0
     for trial in range(60):
-        rate = rng.beta(4, 4, 30)  # each request has its own acceptance
+        rate = rng.beta(4, 4, 30)  # each prompt has its own acceptance
         events, names = [], []
-        for request in range(30):
+        for prompt in range(30):
             for _ in range(10):
-                events.append(an_event(int(rng.random() < rate[request]), 1, [0.0]))
-                names.append(str(request))
+                events.append(an_event(int(rng.random() < rate[prompt]), 1, [0.0]))
+                names.append(str(prompt))
         estimate = verification_rate(a_table(*events, names=names), draws=300, seed=trial)
         covered += estimate.low <= 0.5 <= estimate.high
-        assert (estimate.rounds, estimate.requests) == (300, 30)
+        assert (estimate.rounds, estimate.prompts) == (300, 30)
     # 95% intended; intervals that took rounds for independent would cover far less.
     assert covered >= 50
 
@@ -146,7 +146,7 @@ def test_confidence_quality_of_a_calibrated_head() -> None:
 def test_nothing_to_measure_is_nan_not_zero() -> None:
     empty = RoundTable.from_events([])
     assert np.isnan(accepted_length(empty).value)
-    assert accepted_length(empty).to_dict() == {"value": None, "low": None, "high": None, "rounds": 0, "requests": 0}
+    assert accepted_length(empty).to_dict() == {"value": None, "low": None, "high": None, "rounds": 0, "prompts": 0}
     table = a_table(an_event(0, 0, []))
     assert np.isnan(verification_rate(table).value)
     assert ratio(table, [1], [1]).value == 1.0

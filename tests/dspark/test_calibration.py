@@ -132,3 +132,44 @@ def test_few_outcomes_hardly_move_an_affine_calibration() -> None:
     sure, offset = fit_affine(logits, np.ones((3, 1), bool), np.ones((3, 1), bool))
     assert np.isfinite([*sure, *offset]).all()
     assert sure.min() > 0
+
+
+def affine_objective(x: np.ndarray, y: np.ndarray, shrinkage: float, slope: float, offset: float) -> float:
+    """The shrunk log loss, restated by the probability of what happened."""
+    z = slope * x + offset
+    loss = np.log1p(np.exp(np.where(y, -z, z))).sum()
+    return float(loss + shrinkage / 8 * ((slope - 1) ** 2 + offset**2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.integers(20, 300), st.floats(-2.0, 8.0), st.floats(0.2, 4.0), st.floats(-1.5, 1.5))
+def test_affine_reaches_the_minimum_of_its_objective(
+    seed: int, rounds: int, centre: float, width: float, truth: float
+) -> None:
+    """Logits far from 0, hardly varying, unrelated or contrary to the outcomes: no nearby point is better."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(centre, width, rounds)
+    y = rng.random(rounds) < sigmoid(truth * (x - centre) - 0.8)
+    temperature, shift = fit_affine(x[:, None], y[:, None], np.ones((rounds, 1), bool))
+    slope, offset = 1 / temperature[0], -shift[0] / temperature[0]
+    assert slope >= 0.02 - 1e-12
+    best = affine_objective(x, y, 10.0, slope, offset)
+    for scale in (1.0, 0.1, 1e-2, 1e-3):
+        for da, db in rng.normal(size=(20, 2)) * scale:
+            assert affine_objective(x, y, 10.0, max(slope + da, 0.02), offset + db) >= best - 1e-7
+    # On the bound as inside, the offset makes the predictions right on average, up to its own shrinkage.
+    p = sigmoid(slope * x + offset)
+    assert p.sum() - y.sum() == pytest.approx(-10.0 / 4 * offset, abs=1e-5)
+
+
+@pytest.mark.parametrize(("centre", "width", "rounds"), [(6.0, 2.0, 200), (3.0, 0.5, 60)])
+def test_affine_mends_a_head_that_is_sure_of_everything(centre: float, width: float, rounds: int) -> None:
+    """Logits unrelated to outcomes that are accepted 3 times in 10."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(centre, width, (rounds, 1))
+    y = rng.random((rounds, 1)) < 0.3
+    reached = np.ones_like(y)
+    table = fit_affine(x, y, reached)
+    before, after = (calibration_errors(survival(x, *given), y, reached)[0] for given in ((), table))
+    assert after < 0.15
+    assert after < before / 3

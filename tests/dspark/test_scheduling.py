@@ -228,6 +228,9 @@ def test_a_step_takes_the_draft_and_the_pass() -> None:
     assert costs.seconds(6, 6).item() == pytest.approx(0.4 + 0.6)  # beyond the tables: time by token, by row
     assert costs.seconds(2, 2, drafting=False).item() == pytest.approx(0.15)
     assert costs.at_rows(2)([1, 3]).tolist() == pytest.approx([1 / 0.3, 1 / 0.4])
+    # A scheduler reads the same times, beyond the tables too, where the draft's time is not the pass's.
+    for rows, tokens in itertools.product((1, 2, 5, 300), (1, 2, 3, 6, 4096)):
+        assert 1 / costs.at_rows(rows)(tokens).item() == pytest.approx(costs.seconds(tokens, rows).item(), rel=1e-12)
     # A table measured elsewhere has the draft in it.
     elsewhere = StepCosts.from_dict({"tokens": [1, 3], "steps_per_second": [10.0, 5.0]})
     assert elsewhere.at_rows(7)(3).item() == pytest.approx(5.0)

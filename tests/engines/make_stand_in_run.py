@@ -108,6 +108,7 @@ def _write_settings(out: Path, target: Path, tokens: int) -> None:
 
 def _labels(completion: Completion, domains: dict[str, str], drafter: str) -> Labels:
     return Labels(
+        prompt_id=completion.request_id,
         domain=domains[completion.request_id],
         split="evaluation",
         seed=0,

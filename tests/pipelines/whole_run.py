@@ -199,7 +199,7 @@ def sample_ids(directory: Path) -> dict[str, Counter[str]]:
     }
     for stage in ("calibration", "evaluation"):
         table = pq.read_table(directory / stage / "completions-all.parquet")
-        columns = ("request_id", "drafter", "temperature", "seed")
+        columns = ("prompt_id", "turn", "drafter", "temperature", "seed")
         rows = zip(*(table.column(name).to_pylist() for name in columns), strict=True)
         found[stage] = Counter("/".join(map(str, row)) for row in rows)
     return found

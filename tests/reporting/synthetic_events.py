@@ -93,8 +93,23 @@ def simulate(
     )
 
 
-def labels(drafter: str = "dspark", temperature: float = 0.0, domain: str = "chat") -> Labels:
-    return Labels(domain=domain, split="evaluation", seed=1, temperature=temperature, drafter=drafter, policy="full")
+def labels(
+    drafter: str = "dspark",
+    temperature: float = 0.0,
+    domain: str = "chat",
+    *,
+    prompt_id: str = "chat-000",
+    seed: int = 1,
+) -> Labels:
+    return Labels(
+        prompt_id=prompt_id,
+        domain=domain,
+        split="evaluation",
+        seed=seed,
+        temperature=temperature,
+        drafter=drafter,
+        policy="full",
+    )
 
 
 @cache
@@ -118,8 +133,9 @@ def evaluation(requests: int = 5, block: int = 7, tokens: int = 60) -> tuple[pa.
                         seed=int(temperature),
                         stop=index % 3 > 0,
                     )
-                    events.append(event_table(completion, labels(drafter, temperature, domain)))
-                    completions.append(completion_table(completion, labels(drafter, temperature, domain)))
+                    named = labels(drafter, temperature, domain, prompt_id=completion.request_id)
+                    events.append(event_table(completion, named))
+                    completions.append(completion_table(completion, named))
     return pa.concat_tables(events), pa.concat_tables(completions)
 
 
@@ -141,7 +157,13 @@ def served(users: int = 4) -> pa.Table:
         for index in range(2 * users):
             completion = simulate(f"chat-{index:03}", rate=0.62, block=block, tokens=30)
             named = Labels(
-                domain="chat", split=split_of(users), seed=0, temperature=1.0, drafter=drafter, policy=policy
+                prompt_id=completion.request_id,
+                domain="chat",
+                split=split_of(users),
+                seed=0,
+                temperature=1.0,
+                drafter=drafter,
+                policy=policy,
             )
             tables.append(event_table(completion, named))
     return pa.concat_tables(tables)

@@ -20,7 +20,10 @@ def rounds_of(first: int, answers: int, temperature: float = 1.0) -> pa.Table:
     """Answers whose confidences are over-confident twofold."""
     return pa.concat_tables(
         [
-            event_table(simulate(f"{domain}-{i}", rate=rate, tokens=120), labels("dspark", temperature, domain))
+            event_table(
+                simulate(f"{domain}-{i}", rate=rate, tokens=120),
+                labels("dspark", temperature, domain, prompt_id=f"{domain}-{i}"),
+            )
             for domain, rate in (("chat", 0.62), ("code", 0.74))
             for i in range(first, first + answers)
         ]
@@ -89,7 +92,7 @@ def test_cross_validation_never_reads_a_round_with_its_own_prompt() -> None:
     """Outcomes that no confidence tells: a table that had seen them would look better than one that had not."""
     rows = columns(rounds_of(0, 12))
     found = cross_validated(rows, DEFAULT_GRID, 20, folds=4)
-    prompts, owner = np.unique(rows["request_id"], return_inverse=True)
+    prompts, owner = np.unique(rows["prompt_id"], return_inverse=True)
     fold = np.random.default_rng(0).permutation(len(prompts))[owner] % 4
     changed = {name: values.copy() for name, values in rows.items()}
     own = fold == 2

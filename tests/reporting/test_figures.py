@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 
 import numpy as np
 import pyarrow as pa
@@ -8,7 +9,14 @@ from hypothesis import strategies as st
 from synthetic_events import evaluation, labels, simulate
 
 from pipelines.reporting import figures
-from pipelines.reporting.events import COMPLETION_SCHEMA, EVENT_SCHEMA, Labels, completion_table, event_table
+from pipelines.reporting.events import (
+    COMPLETION_SCHEMA,
+    EVENT_SCHEMA,
+    Labels,
+    completion_key,
+    completion_table,
+    event_table,
+)
 
 EMPTY = COMPLETION_SCHEMA.empty_table()
 
@@ -26,7 +34,7 @@ def test_lengths_against_plain_counting(events: pa.Table) -> None:
         own = [row for row in rows if all(row[name] == record[name] for name in ("drafter", "temperature", "domain"))]
         assert record["value"] == pytest.approx(sum(row["committed"] for row in own) / len(own))
         assert record["rounds"] == len(own)
-        assert record["requests"] == len({row["request_id"] for row in own})
+        assert record["prompts"] == len({row["prompt_id"] for row in own})
         assert record["low"] <= record["value"] <= record["high"]
 
 
@@ -126,13 +134,14 @@ def test_no_events_no_figures() -> None:
 
 
 @settings(max_examples=12, deadline=None)
-@given(rate=st.floats(0.02, 0.98), block=st.integers(0, 8), tokens=st.integers(2, 40), requests=st.integers(1, 3))
-def test_figures_stay_in_their_bounds(rate: float, block: int, tokens: int, requests: int) -> None:
-    made = [simulate(f"r{i}", rate=rate, block=block, tokens=tokens, seed=i) for i in range(requests)]
-    events = pa.concat_tables([EVENT_SCHEMA.empty_table(), *(event_table(one, labels()) for one in made)])
+@given(rate=st.floats(0.02, 0.98), block=st.integers(0, 8), tokens=st.integers(2, 40), prompts=st.integers(1, 3))
+def test_figures_stay_in_their_bounds(rate: float, block: int, tokens: int, prompts: int) -> None:
+    made = [simulate(f"r{i}", rate=rate, block=block, tokens=tokens, seed=i) for i in range(prompts)]
+    tables = [event_table(one, labels(prompt_id=one.request_id)) for one in made]
+    events = pa.concat_tables([EVENT_SCHEMA.empty_table(), *tables])
     for record in figures.accepted_lengths(events):
         assert 1.0 <= record["value"] <= block + 1
-        assert (record["low"] is None) == (requests == 1)
+        assert (record["low"] is None) == (prompts == 1)
     for record in figures.positions(events):
         alive = 1.0
         for slot in record["slots"]:
@@ -147,3 +156,49 @@ def test_plain_decoding_without_rounds_is_one_token_a_pass() -> None:
     completion = dataclasses.replace(simulate("a", rate=0.5, block=0, tokens=30), rounds=[])
     found = figures.accepted_lengths(EVENT_SCHEMA.empty_table(), completion_table(completion, labels("plain")))
     assert [(row["domain"], row["value"], row["rounds"]) for row in found] == [("chat", 1.0, 29), ("mean", 1.0, 29)]
+
+
+def intervals_of(prompts: int, seeds: int, turns: int, seed: int) -> list[tuple[float, float]]:
+    """Accepted length and slot 1's acceptance, where prompts differ and an answer's seed and turn hardly matter."""
+    rng = np.random.default_rng(seed)
+    tables = []
+    for prompt in range(prompts):
+        rate = rng.beta(4, 3)
+        for draw, turn in itertools.product(range(seeds), range(turns)):
+            answer = simulate(f"{prompt}/{turn}", rate=rate, block=3, tokens=14, seed=1000 * seed + 10 * draw + turn)
+            own = dataclasses.replace(labels(prompt_id=str(prompt), seed=draw), turn=turn)
+            tables.append(event_table(answer, own))
+    events = pa.concat_tables(tables)
+    length, mean = figures.accepted_lengths(events)
+    slot = figures.positions(events)[0]["slots"][0]["conditional"]
+    assert length["prompts"] == mean["prompts"] == slot["prompts"] == prompts
+    return [(row["low"], row["high"]) for row in (length, mean, slot)]
+
+
+def test_seeds_and_turns_of_a_prompt_do_not_narrow_an_interval() -> None:
+    """More answers to the same 12 prompts tell little more about other prompts."""
+    few, many = intervals_of(12, 1, 1, seed=3), intervals_of(12, 4, 3, seed=3)
+    for (low, high), (low_of_many, high_of_many) in zip(few, many, strict=True):
+        assert None not in (low, high, low_of_many, high_of_many)
+        # Taken for independent, twelve times the answers would give a width of 0.3 of it.
+        assert high_of_many - low_of_many > 0.5 * (high - low)
+
+
+def test_a_single_prompt_in_a_domain_leaves_the_mean_without_an_interval() -> None:
+    tables = [event_table(simulate("a", rate=0.6), labels(domain="chat", prompt_id="a"))]
+    for name in ("b", "c"):
+        tables.append(event_table(simulate(name, rate=0.8), labels(domain="code", prompt_id=name)))
+    found = {row["domain"]: row for row in figures.accepted_lengths(pa.concat_tables(tables))}
+    assert found["chat"]["low"] is None
+    assert found["code"]["low"] is not None
+    assert found["mean"]["low"] is None
+
+
+def test_an_id_that_looks_like_a_turn_is_a_prompt_of_its_own() -> None:
+    """`q` in its second turn and a prompt called `q/turn-2` are two answers, and two prompts."""
+    second = dataclasses.replace(labels(prompt_id="q"), turn=1)
+    other = labels(prompt_id="q/turn-2")
+    assert completion_key("q/turn-2", second) != completion_key("q/turn-2", other)
+    answer = simulate("q/turn-2", rate=0.6)
+    found = figures.accepted_lengths(pa.concat_tables([event_table(answer, second), event_table(answer, other)]))
+    assert [row["prompts"] for row in found] == [2, 2]

@@ -29,6 +29,8 @@ def test_repetition_is_the_share_of_grams_seen_before() -> None:
 def _row(request: str, tokens: list[int], gap: float = 1.0, reason: str = "stop") -> dict[str, Any]:
     return {
         "request_id": request,
+        "prompt_id": request,
+        "turn": 0,
         "seed": 0,
         "output_ids": tokens,
         "finish_reason": reason,

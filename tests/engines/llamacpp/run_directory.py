@@ -71,13 +71,13 @@ def _cases(folder: Path, prompts: dict[str, list[int]]) -> tuple[Case, ...]:
     """Prompts answered greedily both plainly and with the drafter, in the order of `prompts` (first turns)."""
     evaluation = folder / "evaluation"
     answers = _greedy(read_completions(evaluation / "completions-all.parquet"))
-    plain = {row["request_id"]: row for row in answers if row["drafter"] == PLAIN}
-    speculative = {row["request_id"]: row for row in answers if row["drafter"] == DSPARK}
+    plain = {row["prompt_id"]: row for row in answers if row["drafter"] == PLAIN}
+    speculative = {row["prompt_id"]: row for row in answers if row["drafter"] == DSPARK}
     rounds: dict[str, list[Round]] = {}
     for row in sorted(_greedy(read_events(evaluation / "events-all.parquet")), key=lambda row: row["round"]):
         if row["drafter"] == DSPARK:
             found = Round(position=row["position"], draft_ids=tuple(row["draft_ids"]), accepted=row["accepted_raw"])
-            rounds.setdefault(row["request_id"], []).append(found)
+            rounds.setdefault(row["prompt_id"], []).append(found)
     shared = [key for key in prompts if key in plain and key in speculative]
     if not shared:
         raise EngineError(f"{evaluation} has no prompt answered at temperature 0 both plainly and with the drafter")
@@ -101,10 +101,10 @@ def _cases(folder: Path, prompts: dict[str, list[int]]) -> tuple[Case, ...]:
 
 
 def _greedy(table: Any) -> list[dict[str, Any]]:
-    """Rows at temperature 0; one seed only, since greedy decoding has no draws."""
+    """First turns at temperature 0; one seed only, since greedy decoding has no draws."""
     rows = table.filter(pc.equal(table["temperature"], 0.0)).to_pylist()
     first = min((row["seed"] for row in rows), default=0)
-    return [row for row in rows if row["seed"] == first]
+    return [row for row in rows if row["seed"] == first and row["turn"] == 0]
 
 
 def _prompts(folder: Path, settings: Settings, target: str) -> dict[str, list[int]]:

@@ -115,7 +115,7 @@ def test_a_policy_is_what_decodes(
         worker.run(unit)
     worker.log.merge()
     for row in read_completions(f"{tmp_path}/completions-all.parquet").to_pylist():
-        texts.setdefault(row["request_id"], set()).add(tuple(row["output_ids"]))
+        texts.setdefault((row["prompt_id"], row["turn"]), set()).add(tuple(row["output_ids"]))
     assert len(texts) == len(PROMPTS) + 1  # one of them has a second turn
     assert all(len(found) == 1 for found in texts.values())
     rows = [r for r in read_events(f"{tmp_path}/events-all.parquet").to_pylist() if r["policy"] == policy]
