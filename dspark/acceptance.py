@@ -31,7 +31,7 @@ from dspark.calibration import (
     sigmoid,
     survival,
 )
-from dspark.scheduling import threshold
+from dspark.decoding.scheduling import threshold
 
 DRAWS = 1000
 

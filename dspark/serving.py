@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark.calibration import Floats
-from dspark.cost_table import StepCosts
-from dspark.scheduling import LengthPolicy, SchedulingError
+from dspark.decoding.scheduling import LengthPolicy, SchedulingError
+from dspark.decoding.step_costs import StepCosts
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from dspark.bigrams import initialize_from_bigrams
 from dspark.config import DrafterConfig, SettingError
+from dspark.decoding.target import Target
 from dspark.drafter import Drafter, drafter_class, load_drafter
-from dspark.target import Target
 
 
 def build_drafter(

@@ -14,7 +14,7 @@ from pipelines.run import Run
 from pipelines.settings import Settings
 
 if TYPE_CHECKING:
-    from dspark.events import RoundEvent
+    from dspark.decoding.rounds import RoundEvent
 
 # How a terminal shows a piece: rich styles.
 STYLES = {"accepted": "green", "rejected": "red strike dim", "target": "bold yellow"}
@@ -74,7 +74,7 @@ def decode_one(
 
     `watch` gets every piece as soon as its round is over.
     """
-    from dspark.decoding import Decoder, Request, SamplingConfig
+    from dspark.decoding.decoder import Decoder, Request, SamplingConfig
     from dspark.drafter import load_drafter
     from pipelines.stages.workers import open_target
     from pipelines.target_facts import examine_target

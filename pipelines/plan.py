@@ -29,7 +29,7 @@ from pipelines.stages.train import count_steps
 if TYPE_CHECKING:
     import torch
 
-    from dspark.target import Target
+    from dspark.decoding.target import Target
     from pipelines.target_facts import TargetFacts
     from storage.cache.target_cache import CacheRow
     from storage.codecs.base import Codec
@@ -136,7 +136,7 @@ def _answers(
     settings: Settings, target: Target, prompts: Sequence[Prompt], stop: Sequence[int], reporter: Reporter
 ) -> tuple[list[Answer], float]:
     """The target's own answers to the sample's first questions, and tokens written a second."""
-    from dspark.decoding import Decoder, Request, SamplingConfig
+    from dspark.decoding.decoder import Decoder, Request, SamplingConfig
 
     wanted, seed = settings.regenerate, settings.run.seed
     requests = [

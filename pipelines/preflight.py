@@ -46,7 +46,7 @@ def check_workers(settings: Settings, stages: Sequence[str]) -> None:
 
     That is a drafter that the target cannot have, an attention that it lacks, machines without room or GPU.
     """
-    from dspark.target_checks import require_device
+    from dspark.decoding.target_checks import require_device
     from pipelines.target_facts import examine_target
     from pipelines.training.task import drafter_config
 
@@ -126,7 +126,7 @@ def _this_machine(settings: Settings) -> dict[str, float]:
 def _require_attention(settings: Settings, facts: TargetFacts) -> None:
     from transformers import AutoConfig
 
-    from dspark.target_checks import require_decoder
+    from dspark.decoding.target_checks import require_decoder
 
     if not settings.target.trust_remote_code and settings.target.attn_implementation != "eager":
         require_decoder(AutoConfig.from_pretrained(facts.path), facts.name, settings.target.attn_implementation)

@@ -21,7 +21,7 @@ def parts_of(cache: TargetCache, model: str, teacher: CodecSpec) -> TargetParts:
 
     Raises UserError when its weights are not those that the states were recorded from.
     """
-    from dspark.target import DTYPES, Target, hash_weights
+    from dspark.decoding.target import DTYPES, Target, hash_weights
     from pipelines.settings import TargetSettings
     from pipelines.stages.capture import target_parts
     from pipelines.target_facts import locate_target

@@ -84,7 +84,7 @@ def _examine(wanted: TargetSettings, layers: tuple[int, ...] | None, mask: int |
     """Find the target (its package, a folder, or the hub at a pinned commit) and read its config and tokenizer."""
     from transformers import AutoConfig, GenerationConfig
 
-    from dspark.target import (
+    from dspark.decoding.target import (
         default_layer_ids,
         default_mask_token_id,
         hash_tokenizer,
@@ -92,7 +92,7 @@ def _examine(wanted: TargetSettings, layers: tuple[int, ...] | None, mask: int |
         open_tokenizer,
         stop_tokens,
     )
-    from dspark.target_checks import require_decoder, require_whole_weights
+    from dspark.decoding.target_checks import require_decoder, require_whole_weights
 
     name, path, revision = locate_target(wanted)
     remote = {"trust_remote_code": wanted.trust_remote_code, "revision": revision}

@@ -38,7 +38,7 @@ class PublishError(ValueError):
 class Publication:
     """What is published.
 
-    drafter: the trained module. target: `dspark.target.Target` with its embedding and head. contract: how states and
+    drafter: the trained module. target: a `Target` with its embedding and head. contract: how states and
     blocks are to be read, with the drafter's block fields. probe_ids: a real text of the target, for gate 4.
     calibration: {"temperatures": [G], …} or None. report: report.json, for the card and beside the checkpoint.
     dtype: "float32", "bfloat16" or None (as trained). license: of the weights; None leaves it out of the card.

@@ -102,7 +102,7 @@ def completion_key(request_id: str, labels: Labels) -> str:
 
 
 def event_table(completion: Any, labels: Labels) -> pa.Table:
-    """The rounds of a `dspark.decoding.Completion` as rows of EVENT_SCHEMA."""
+    """The rounds of a `dspark.decoding.decoder.Completion` as rows of EVENT_SCHEMA."""
     shared = {"request_id": completion.request_id, **asdict(labels)}
     rows = [shared | {name: _plain(getattr(event, name)) for name in _ROUND_FIELDS} for event in completion.rounds]
     return pa.Table.from_pylist(rows, schema=EVENT_SCHEMA)

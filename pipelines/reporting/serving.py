@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dspark.calibration import Floats, survival
-from dspark.cost_table import StepCosts
-from dspark.scheduling import LengthPolicy, StaticLength, policy_named
+from dspark.decoding.scheduling import LengthPolicy, StaticLength, policy_named
+from dspark.decoding.step_costs import StepCosts
 from dspark.serving import Recording, load_point, replay
 from pipelines.reporting.calibrations import SlotCalibration
 from pipelines.reporting.events import columns

@@ -34,7 +34,7 @@ from storage.files.filesystems import Folder
 if TYPE_CHECKING:
     import torch
 
-    from dspark.target import Target
+    from dspark.decoding.target import Target
 
 DIRECTIONS = "directions.safetensors"
 
@@ -213,7 +213,7 @@ def target_parts(target: Target, teacher_codec: str) -> TargetParts:
 
     Raises TargetError when the teacher is to be recomputed and the target's upper layers do not run alone.
     """
-    from dspark.target_tail import TargetTail
+    from dspark.decoding.target_tail import TargetTail
 
     finish = TargetTail(target) if teacher_codec == "recomputed" else None
     return TargetParts(head=target.lm_head.weight.detach(), soft_cap=target.final_logit_softcapping, finish=finish)

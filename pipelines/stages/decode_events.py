@@ -26,7 +26,7 @@ from pipelines.stages.workers import on_pool, open_target, session
 from pipelines.target_facts import TargetFacts
 
 if TYPE_CHECKING:
-    from dspark.target import Target
+    from dspark.decoding.target import Target
     from pipelines.progress import Reporter
 
 DSPARK, NO_HEAD, ONE_SLOT, PLAIN = "dspark", "no-sequential-head", "one-slot", "plain"
@@ -139,9 +139,9 @@ def open_drafters(plan: DecodePlan, target: Target) -> dict[str, tuple[Target, A
 
     Raises UserError for a baseline that is not a drafter for this target.
     """
+    from dspark.decoding.proposers import ProposerError, proposer_for
+    from dspark.decoding.target import Target
     from dspark.drafter import load_drafter
-    from dspark.proposers import ProposerError, proposer_for
-    from dspark.target import Target
 
     options: dict[str, Any] = {"device": target.device, "dtype": target.dtype, "target": target}
     found: dict[str, tuple[Target, Any]] = {PLAIN: (target, None)}
@@ -215,7 +215,7 @@ class DecodeWorker:
         self.log = EventLog(plan.folder, plan.circumstances)
 
     def run(self, unit: DecodeUnit) -> dict[str, Any]:
-        from dspark.decoding import Decoder, SamplingConfig
+        from dspark.decoding.decoder import Decoder, SamplingConfig
 
         plan = self.plan
         target, drafter = self.drafters[unit.variant]
@@ -277,8 +277,8 @@ class DecodeWorker:
         return prompt_request(self.plan, self.target, prompt, messages, name, self.plan.max_new_tokens, seed=unit.seed)
 
     def _policy(self, unit: DecodeUnit) -> Any:
-        from dspark.cost_table import StepCosts
-        from dspark.scheduling import StaticLength, policy_named
+        from dspark.decoding.scheduling import StaticLength, policy_named
+        from dspark.decoding.step_costs import StepCosts
 
         if unit.variant == ONE_SLOT:
             return StaticLength(1)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dspark.anchors import draw_anchors, supervised_mask
+from dspark.decoding.target import TargetError
 from dspark.losses import LossConfig, fused_loss, output_head_of
 from dspark.output_head import log_normalizers
 from dspark.packing import DenseTeacher, PackedBatch, Sample, pack
-from dspark.target import TargetError
 from pipelines.stages.capture import read_directions, teacher_row
 from storage.codecs.base import Codec, TeacherRow
 from storage.codecs.fitting import fit_codec, fit_teacher

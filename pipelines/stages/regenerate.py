@@ -122,7 +122,7 @@ class AnswerWorker:
     """Holds the target and answers one unit of prompts after the other."""
 
     def __init__(self, settings: Settings, facts: TargetFacts, folder: Folder) -> None:
-        from dspark.decoding import Decoder, SamplingConfig
+        from dspark.decoding.decoder import Decoder, SamplingConfig
 
         self.settings, self.facts, self.folder = settings, facts, folder
         self.target = open_target(settings, facts)
@@ -183,7 +183,7 @@ def make_request(request_id: str, ids: list[int], max_new_tokens: int, facts: Ta
     """A decoding request whose random draws depend on the run's seed and its own id alone."""
     import zlib
 
-    from dspark.decoding import Request
+    from dspark.decoding.decoder import Request
 
     return Request(
         request_id=request_id,

@@ -31,7 +31,7 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `report/`."""
-    from dspark.target import open_tokenizer
+    from dspark.decoding.target import open_tokenizer
     from pipelines.reporting.events import read_completions, read_events
     from pipelines.reporting.report import ReportInputs, build_report, conversation_summary, decoder_of, write_report
     from pipelines.stages.decode_events import read_split
@@ -76,7 +76,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
 
 def _serving(settings: Settings, evaluation: Folder, calibration: dict[str, Any] | None) -> dict[str, Any] | None:
     """The serving comparison, from recorded rounds and step costs; None when the evaluation has no step costs."""
-    from dspark.cost_table import StepCosts
+    from dspark.decoding.step_costs import StepCosts
     from pipelines.reporting.calibrations import slot_calibration
     from pipelines.reporting.events import read_events
     from pipelines.reporting.serving import serving

@@ -95,7 +95,7 @@ class ServingWorker:
         self.log = EventLog(Folder(plan.folder).full(FOLDER), plan.circumstances)
 
     def run(self, unit: ServingUnit) -> dict[str, Any]:
-        from dspark.decoding import Decoder, SamplingConfig
+        from dspark.decoding.decoder import Decoder, SamplingConfig
 
         settings = self.plan.settings
         wanted, temperature = settings.evaluate.serving, serving_temperature(settings.evaluate)
@@ -129,9 +129,9 @@ class ServingWorker:
         return {"tokens_per_second": tokens / max(seconds, 1e-9)}
 
     def _drafting(self, name: str, temperature: float) -> tuple[Any, Any]:
-        from dspark.cost_table import StepCosts
-        from dspark.proposers import NoDrafts
-        from dspark.scheduling import FullBlock
+        from dspark.decoding.proposers import NoDrafts
+        from dspark.decoding.scheduling import FullBlock
+        from dspark.decoding.step_costs import StepCosts
         from pipelines.reporting.serving import length_policy
 
         if name == "none":

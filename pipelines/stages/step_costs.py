@@ -41,7 +41,7 @@ def needed_temperatures(wanted: EvaluateSettings) -> list[float]:
 
 def table_identity(path: str) -> dict[str, Any]:
     """A table that was measured elsewhere counts by its content. Raises UserError if it is not a step-cost table."""
-    from dspark.cost_table import SchedulingError, StepCosts
+    from dspark.decoding.step_costs import SchedulingError, StepCosts
 
     try:
         return StepCosts.from_dict(json.loads(Path(path).expanduser().read_text())).to_dict()
@@ -100,9 +100,9 @@ class CostWorker:
         self.drafter = open_drafters(plan, self.target)[DSPARK][1]
 
     def run(self, temperature: float) -> dict[str, Any]:
-        from dspark.proposers import proposer_for
-        from dspark.sampling import SamplingConfig
-        from dspark.step_cost import measure_step_costs
+        from dspark.decoding.proposers import proposer_for
+        from dspark.decoding.sampling import SamplingConfig
+        from dspark.decoding.step_timing import measure_step_costs
         from pipelines.provenance import hardware
 
         wanted = self.plan.settings.evaluate.cost

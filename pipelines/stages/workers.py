@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pipelines.errors import UserError, for_the_user
 
 if TYPE_CHECKING:
-    from dspark.target import Target
+    from dspark.decoding.target import Target
     from pipelines.settings import Settings
     from pipelines.target_facts import TargetFacts
 
@@ -21,7 +21,7 @@ def open_target(settings: Settings, facts: TargetFacts) -> Target:
     """The target as this run reads it: local folder, capture layers, dtype and device of the settings."""
     import torch
 
-    from dspark.target import Target
+    from dspark.decoding.target import Target
     from pipelines.target_facts import local_folder
 
     torch.set_num_threads(settings.cluster.threads_per_worker or settings.cluster.cpus_per_worker)

@@ -97,7 +97,7 @@ def upper_layers(task: TrainingTask, cache: TargetCache) -> Finish | None:
     """The target's layers above the last captured one, for a cache whose teacher is recomputed; else None."""
     if cache.codecs.teacher is None or cache.codecs.teacher.name != "recomputed":
         return None
-    from dspark.target_tail import TargetTail
+    from dspark.decoding.target_tail import TargetTail
 
     return TargetTail(open_target(task.settings, task.facts))
 

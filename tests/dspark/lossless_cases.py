@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from table_models import TableProposer, TableTarget, chi_squared, exact_sequences
 
-import dspark.sampling
-from dspark.decoding import Decoder, Request
-from dspark.sampling import SamplingConfig
-from dspark.scheduling import (
+import dspark.decoding.sampling
+from dspark.decoding.decoder import Decoder, Request
+from dspark.decoding.sampling import SamplingConfig
+from dspark.decoding.scheduling import (
     CostTable,
     FullBlock,
     LengthPolicy,
@@ -78,7 +78,7 @@ def against_enumeration(
 @contextmanager
 def without_the_residual() -> Iterator[None]:
     """A wrong rule: a rejected draft is replaced by a token of the target's whole distribution."""
-    with patch.object(dspark.sampling, "residual", lambda p_target, _: p_target):
+    with patch.object(dspark.decoding.sampling, "residual", lambda p_target, _: p_target):
         yield
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from lossless_cases import POLICIES, against_enumeration, retrospective, without_the_residual
 
-from dspark.sampling import SamplingConfig
+from dspark.decoding.sampling import SamplingConfig
 from pipelines.provenance import code_revision
 
 LENGTH = 3

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from test_scheduling import compared_with_brute_force
 
-from dspark.scheduling import CostTable, algorithm_1, global_search, two_steps_behind
+from dspark.decoding.scheduling import CostTable, algorithm_1, global_search, two_steps_behind
 
 
 def shortfall(values: np.ndarray) -> dict[str, Any]:

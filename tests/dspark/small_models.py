@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dspark.config import DrafterConfig
+from dspark.decoding.target import Target
 from dspark.drafter import Drafter
 from dspark.eagle3 import Eagle3Drafter
-from dspark.target import Target
 
 LAYERS = (0, 2, 4)
 SIZES: dict[str, Any] = {

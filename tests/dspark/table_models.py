@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dspark.proposers import Committed, Proposal, Proposer
-from dspark.sampling import SamplingConfig, draw, probabilities
+from dspark.decoding.proposers import Committed, Proposal, Proposer
+from dspark.decoding.sampling import SamplingConfig, draw, probabilities
 
 
 class TableTarget:

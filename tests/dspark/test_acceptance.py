@@ -20,10 +20,10 @@ from dspark.acceptance import (
     threshold_sweep,
     verification_rate,
 )
-from dspark.decoding import Decoder, Request
-from dspark.events import RoundEvent
-from dspark.sampling import SamplingConfig
-from dspark.scheduling import Threshold
+from dspark.decoding.decoder import Decoder, Request
+from dspark.decoding.rounds import RoundEvent
+from dspark.decoding.sampling import SamplingConfig
+from dspark.decoding.scheduling import Threshold
 
 
 def an_event(kept: int, scheduled: int, logits: list[float], **changes: Any) -> RoundEvent:

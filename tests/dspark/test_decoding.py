@@ -10,12 +10,12 @@ import pytest
 import torch
 from small_models import a_drafter, tiny_target
 
-from dspark.decoding import Decoder, Request, RequestError
-from dspark.events import Completion, commit
-from dspark.kv_cache import CacheFull, RaggedCache, RaggedStep
-from dspark.proposers import ProposerError, ScriptedProposer
-from dspark.sampling import SamplingConfig
-from dspark.scheduling import FullBlock
+from dspark.decoding.decoder import Decoder, Request, RequestError
+from dspark.decoding.kv_cache import CacheFull, RaggedCache, RaggedStep
+from dspark.decoding.proposers import ProposerError, ScriptedProposer
+from dspark.decoding.rounds import Completion, commit
+from dspark.decoding.sampling import SamplingConfig
+from dspark.decoding.scheduling import FullBlock
 
 # A divergence is excused only where the target's two best logits are this close (float32).
 GAP_TOLERANCE = 1e-3

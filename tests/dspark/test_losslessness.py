@@ -10,9 +10,9 @@ import torch
 from lossless_cases import POLICIES, against_enumeration, appendix_a, retrospective, without_the_residual
 from table_models import chi_squared, chi_squared_limit
 
-import dspark.sampling
-from dspark.sampling import SamplingConfig, draw, probabilities, residual, sample, uniforms, verify
-from dspark.scheduling import FullBlock, algorithm_1, global_search
+import dspark.decoding.sampling
+from dspark.decoding.sampling import SamplingConfig, draw, probabilities, residual, sample, uniforms, verify
+from dspark.decoding.scheduling import FullBlock, algorithm_1, global_search
 
 # A short form of tests/dspark/lossless_evidence.py, which has 200,000 sequences a case.
 SEQUENCES = 12_000
@@ -67,7 +67,7 @@ def test_a_million_single_drafts() -> None:
     count, sampling = 1_000_000, SamplingConfig(temperature=1.0)
     p_target, p_draft = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.7, 0.18, 0.12])
     seeds = np.arange(count)
-    u = [torch.from_numpy(uniforms(seeds, 0, 0, purpose)) for purpose in dspark.sampling.Purpose]
+    u = [torch.from_numpy(uniforms(seeds, 0, 0, purpose)) for purpose in dspark.decoding.sampling.Purpose]
     drafts = draw(p_draft.expand(count, 3), u[1])
     logits = p_target.log().expand(count, 2, 3)
     verdict = verify(
@@ -84,7 +84,7 @@ def test_a_million_single_drafts() -> None:
 
 
 def test_uniforms_are_even_and_uncorrelated() -> None:
-    u = uniforms(np.arange(400)[:, None], np.arange(500), 7, dspark.sampling.Purpose.DRAFT)
+    u = uniforms(np.arange(400)[:, None], np.arange(500), 7, dspark.decoding.sampling.Purpose.DRAFT)
     assert u.shape == (400, 500)
     assert u.min() >= 0
     assert u.max() < 1
@@ -92,8 +92,8 @@ def test_uniforms_are_even_and_uncorrelated() -> None:
     statistic, freedom = chi_squared(counts, {(k,): 0.01 for k in range(100)})
     assert statistic < chi_squared_limit(freedom)
     others = [
-        uniforms(np.arange(400)[:, None], np.arange(500), 8, dspark.sampling.Purpose.DRAFT),
-        uniforms(np.arange(400)[:, None], np.arange(500), 7, dspark.sampling.Purpose.ACCEPT),
+        uniforms(np.arange(400)[:, None], np.arange(500), 8, dspark.decoding.sampling.Purpose.DRAFT),
+        uniforms(np.arange(400)[:, None], np.arange(500), 7, dspark.decoding.sampling.Purpose.ACCEPT),
         np.roll(u, 1, axis=0),
         np.roll(u, 1, axis=1),
     ]
@@ -125,5 +125,5 @@ def test_sampling_settings_restated() -> None:
     assert draw(torch.tensor([0.0, 1.0, 0.0]), torch.tensor(1.0 - 1e-16)).item() == 1
     assert draw(torch.tensor([0.0, 1.0, 0.0]), torch.tensor(0.0)).item() == 1
     for wrong in ({"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}):
-        with pytest.raises(dspark.sampling.SamplingError):
+        with pytest.raises(dspark.decoding.sampling.SamplingError):
             SamplingConfig(**wrong)

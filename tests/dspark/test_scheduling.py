@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from small_models import a_drafter, tiny_target
 
 from dspark.calibration import survival
-from dspark.cost_table import StepCosts
-from dspark.proposers import proposer_for
-from dspark.sampling import SamplingConfig
-from dspark.scheduling import (
+from dspark.decoding.proposers import proposer_for
+from dspark.decoding.sampling import SamplingConfig
+from dspark.decoding.scheduling import (
     CostTable,
     FullBlock,
     Scheduler,
@@ -31,7 +30,8 @@ from dspark.scheduling import (
     top_k,
     two_steps_behind,
 )
-from dspark.step_cost import measure_step_costs
+from dspark.decoding.step_costs import StepCosts
+from dspark.decoding.step_timing import measure_step_costs
 
 APPENDIX_A = CostTable((1, 2, 3), (1.0, 0.5, 0.45))
 

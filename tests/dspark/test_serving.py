@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dspark.cost_table import StepCosts
-from dspark.scheduling import (
+from dspark.decoding.scheduling import (
     CostTable,
     FullBlock,
     Scheduler,
@@ -16,6 +15,7 @@ from dspark.scheduling import (
     TwoStepsBehind,
     policy_named,
 )
+from dspark.decoding.step_costs import StepCosts
 from dspark.serving import Recording, mean_field, replay
 
 SIZES = tuple(range(1, 801))

@@ -8,7 +8,7 @@ import torch
 from small_models import config_for, tiny_target
 
 from dspark.config import SettingError
-from dspark.decoding import Decoder, Request, SamplingConfig
+from dspark.decoding.decoder import Decoder, Request, SamplingConfig
 from dspark.draft_vocabulary import engine_mapping, most_frequent_tokens
 from dspark.drafter import load_drafter, save_drafter
 from dspark.starting_weights import build_drafter, initialize_from_target

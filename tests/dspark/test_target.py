@@ -7,7 +7,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dspark.config import SettingError, default_layer_ids
-from dspark.target import Target, TargetError
+from dspark.decoding.target import Target, TargetError
 
 SIZES = {
     "vocab_size": 97,

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from dspark.config import DrafterConfig
-from dspark.decoding import Completion, Decoder, Request, SamplingConfig
+from dspark.decoding.decoder import Completion, Decoder, Request, SamplingConfig
+from dspark.decoding.target import Target
 from dspark.drafter import Drafter, save_drafter
-from dspark.target import Target
 from pipelines.reporting.events import EventLog, Labels
 from pipelines.run import Run
 from pipelines.settings import load_settings

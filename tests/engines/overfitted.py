@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dspark.config import DrafterConfig
 from dspark.contract import Contract
-from dspark.decoding import Completion, Decoder, Request, SamplingConfig
+from dspark.decoding.decoder import Completion, Decoder, Request, SamplingConfig
+from dspark.decoding.target import Target, hash_weights
 from dspark.losses import LossConfig, fused_loss, output_head_of
 from dspark.packing import Sample, pack
 from dspark.starting_weights import build_drafter
-from dspark.target import Target, hash_weights
 from pipelines.recipes import eagle3_position_decay
 
 VOCABULARY, LAYERS, MASK = 512, (0, 2, 3), 511

@@ -20,7 +20,7 @@ from llamacpp.run_directory import Case, FinishedRun, read_run
 from llamacpp.server import EngineCompletion, serve
 from llamacpp.toolchain import LlamaCpp, prepare
 
-from dspark.target import Target
+from dspark.decoding.target import Target
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("DSPARK_ENGINES_CACHE", ROOT / ".engines"))

@@ -20,9 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dspark.config import DrafterConfig
 from dspark.contract import Contract
-from dspark.decoding import Completion, Decoder, Request, SamplingConfig
+from dspark.decoding.decoder import Completion, Decoder, Request, SamplingConfig
+from dspark.decoding.target import Target
 from dspark.drafter import Drafter
-from dspark.target import Target
 from pipelines.data.packaged_target import packaged_target
 from pipelines.exports.native import Publication, publish_native
 

@@ -16,9 +16,9 @@ from llamacpp.results import record
 from overfitted import contract_of, decode, overfit, samples_of, small_target
 from vllm_cpu.toolchain import Generated, VllmCpu, prepare
 
-from dspark.decoding import Completion
+from dspark.decoding.decoder import Completion
+from dspark.decoding.target import Target
 from dspark.packing import Sample
-from dspark.target import Target
 from pipelines.exports.native import Publication, publish_native
 
 ROOT = Path(__file__).resolve().parents[2]

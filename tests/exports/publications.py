@@ -4,8 +4,8 @@ from typing import Any
 import torch
 
 from dspark.contract import Contract
+from dspark.decoding.target import Target
 from dspark.drafter import load_drafter
-from dspark.target import Target
 from pipelines.exports.native import Publication
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -10,8 +10,8 @@ import pytest
 import transformers
 from whole_run import write_config
 
-from dspark.target import Target, TargetError
-from dspark.target_checks import require_decoder
+from dspark.decoding.target import Target, TargetError
+from dspark.decoding.target_checks import require_decoder
 from pipelines.errors import UserError
 from pipelines.preflight import require_room
 from pipelines.progress import Reporter

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dspark.config import DrafterConfig
+from dspark.decoding.target import Target, hash_weights
 from dspark.drafter import save_drafter
 from dspark.starting_weights import build_drafter
-from dspark.target import Target, hash_weights
 from pipelines.decode import Answer, Piece, decode_one
 from pipelines.errors import UserError
 from pipelines.refit import refit_settings

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dspark.cost_table import CostTable, StepCosts
-from dspark.events import Completion, RoundEvent
+from dspark.decoding.rounds import Completion, RoundEvent
+from dspark.decoding.step_costs import CostTable, StepCosts
 from pipelines.reporting.calibrations import SlotCalibration
 from pipelines.reporting.events import COMPLETION_SCHEMA, EVENT_SCHEMA, Labels, completion_table, event_table
 from pipelines.reporting.report import ReportInputs, build_report, conversation_summary

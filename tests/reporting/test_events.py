@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from synthetic_events import labels, simulate
 
-from dspark.events import RoundEvent
+from dspark.decoding.rounds import RoundEvent
 from pipelines.reporting.events import (
     EVENT_SCHEMA,
     EventLog,

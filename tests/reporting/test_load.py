@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from synthetic_events import COSTS, LOADS, evaluation, full_report, served, serving_figures
 
-from dspark.scheduling import threshold
+from dspark.decoding.scheduling import threshold
 from dspark.serving import mean_field
 from pipelines.reporting.calibrations import SlotCalibration
 from pipelines.reporting.events import EVENT_SCHEMA

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from dspark.target import open_tokenizer
+from dspark.decoding.target import open_tokenizer
 from pipelines.data.chat import render_prompt, thinks
 from pipelines.reporting.events import read_completions, read_events
 from pipelines.run import open_run

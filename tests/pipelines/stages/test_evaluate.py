@@ -12,11 +12,11 @@ import torch
 
 from dspark.calibration import sigmoid, survival
 from dspark.config import DrafterConfig
-from dspark.cost_table import StepCosts
+from dspark.decoding.scheduling import algorithm_1
+from dspark.decoding.step_costs import StepCosts
+from dspark.decoding.target import Target
 from dspark.drafter import save_drafter
-from dspark.scheduling import algorithm_1
 from dspark.starting_weights import build_drafter
-from dspark.target import Target
 from pipelines.data.conversations import Prompt
 from pipelines.errors import UserError
 from pipelines.reporting.events import read_completions, read_events

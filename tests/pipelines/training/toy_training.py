@@ -19,7 +19,7 @@ import torch
 from toy_target import write_gguf
 
 from cluster.engine import _import_deepspeed
-from dspark.target import Target
+from dspark.decoding.target import Target
 from pipelines.data.gguf_file import convert_llama
 from pipelines.settings import Settings, check_settings
 from pipelines.stages.train import count_steps

@@ -18,8 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from dspark.config import SettingError, default_layer_ids
+from dspark.decoding.target_checks import (
+    TargetError,
+    opening_error,
+    require_device,
+    require_whole_weights,
+    text_decoder,
+)
 from dspark.families import family_of
-from dspark.target_checks import TargetError, opening_error, require_device, require_whole_weights, text_decoder
 
 __all__ = ["Captured", "Target", "TargetError", "default_layer_ids"]
 

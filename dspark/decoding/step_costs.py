@@ -1,7 +1,7 @@
 """What a step costs, as tables: steps per second by tokens in the batch, and the draft's time by rows. Pure numpy.
 
 A step of B rows that verifies N tokens takes T_draft(B) + T_verify(N); SPS(N) = 1 / that is what the schedulers and the
-serving comparison read (section 3.2.2 of the DSpark paper). `dspark.step_cost` measures them.
+serving comparison read (section 3.2.2 of the DSpark paper). `dspark.decoding.step_timing` measures them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CostTable:
         return np.array(self.tokens, dtype=np.float64), 1.0 / np.array(self.steps_per_second)
 
     def at_rows(self, rows: int) -> CostTable:
-        """The table itself: it does not tell rows apart (`dspark.step_cost.StepCosts` does)."""
+        """The table itself: it does not tell rows apart (`dspark.decoding.step_timing.StepCosts` does)."""
         return self
 
     def without_draft(self) -> CostTable:

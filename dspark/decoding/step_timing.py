@@ -1,6 +1,6 @@
 """Measure what a decoding step costs: the target's pass by tokens in the batch, the draft by rows.
 
-Reading and using the tables needs no torch: `dspark.cost_table`.
+Reading and using the tables needs no torch: `dspark.decoding.step_costs`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from dspark.cost_table import CostTable, SchedulingError, StepCosts
-from dspark.kv_cache import RaggedCache, RaggedStep, ragged_forward
-from dspark.proposers import Committed, Proposer
-from dspark.sampling import SamplingConfig, verify
+from dspark.decoding.kv_cache import RaggedCache, RaggedStep, ragged_forward
+from dspark.decoding.proposers import Committed, Proposer
+from dspark.decoding.sampling import SamplingConfig, verify
+from dspark.decoding.step_costs import CostTable, SchedulingError, StepCosts
 
 DEFAULT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 

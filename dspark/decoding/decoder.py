@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from dspark.calibration import survival
-from dspark.events import Commit, Completion, FinishReason, Request, RoundEvent, commit
-from dspark.kv_cache import RaggedCache, RaggedStep, ragged_forward
-from dspark.proposers import Committed, Proposal, Proposer, proposer_for
-from dspark.sampling import Purpose, SamplingConfig, Verdict, sample, uniforms, verify
-from dspark.scheduling import FullBlock, LengthPolicy
+from dspark.decoding.kv_cache import RaggedCache, RaggedStep, ragged_forward
+from dspark.decoding.proposers import Committed, Proposal, Proposer, proposer_for
+from dspark.decoding.rounds import Commit, Completion, FinishReason, Request, RoundEvent, commit
+from dspark.decoding.sampling import Purpose, SamplingConfig, Verdict, sample, uniforms, verify
+from dspark.decoding.scheduling import FullBlock, LengthPolicy
 
 __all__ = ["Completion", "Decoder", "Request", "RequestError", "RoundEvent", "SamplingConfig"]
 
@@ -53,7 +53,7 @@ class Decoder:
     """Decodes requests with continuous filling: a finished row's place goes to the next request at once.
 
     drafter: a drafter module, a `Proposer`, or None for plain decoding. length_policy: how many drafts of each row
-    are verified (`dspark.scheduling`). temperatures [G] and shifts [G] calibrate the confidence logits. record_gaps
+    are verified (`scheduling`). temperatures [G] and shifts [G] calibrate the confidence logits. record_gaps
     keeps the difference of the two highest target logits at every output token.
     """
 

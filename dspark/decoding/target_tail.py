@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dspark.target import Target, TargetError
+from dspark.decoding.target import Target, TargetError
 
 
 class TargetTail:

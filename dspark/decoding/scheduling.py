@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dspark.calibration import Floats
-from dspark.cost_table import Cost, CostTable, SchedulingError
+from dspark.decoding.step_costs import Cost, CostTable, SchedulingError
 
 __all__ = ["CostTable", "LengthPolicy", "SchedulingError", "algorithm_1", "global_search", "policy_named", "top_k"]
 

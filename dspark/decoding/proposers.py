@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.sampling import SamplingConfig, draw, probabilities
+from dspark.decoding.sampling import SamplingConfig, draw, probabilities
 
 
 @dataclass(frozen=True)

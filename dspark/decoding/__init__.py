@@ -1,0 +1,1 @@
+"""Reading a target, and lossless speculative decoding with it."""
