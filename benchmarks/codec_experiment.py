@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from cluster.schedule import learning_rate_factor
+from dspark.checkpoint import load_drafter, save_drafter
 from dspark.decoding.decoder import Decoder, Request, SamplingConfig
 from dspark.decoding.proposers import Committed, proposer_for
-from dspark.drafter import load_drafter, save_drafter
 from dspark.losses import LossConfig, add_sums, metrics_of
 from pipelines.data.chat import render_prompt
 from pipelines.settings import Settings

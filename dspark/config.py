@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any, Literal
 
 from dspark.families import FAMILIES, as_dict, family_of, read_sizes
@@ -16,6 +17,29 @@ EAGLE3_ARCHITECTURE = "Qwen3Eagle3Model"
 
 # The layers that the paper captures, by the target's number of layers.
 _PAPER_LAYER_IDS = {36: (1, 9, 17, 25, 33), 40: (1, 10, 19, 28, 37), 48: (5, 17, 29, 41, 46)}
+
+# What a drafter's config.json takes over from its target's as it stands. Gemma-4's sizes of the sliding layers and
+# rotary settings by kind of layer are part of its configuration even where no layer slides.
+_TOKENS = ("model_type", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
+_OF_THE_TARGET = {
+    "qwen3": _TOKENS,
+    "gemma4": (*_TOKENS, "rope_parameters", "head_dim", "num_key_value_heads", "sliding_window"),
+}
+# What readers would otherwise fill in by the target's kind.
+_NOT_IN_A_DRAFTER: dict[str, dict[str, Any]] = {
+    "qwen3": {"attention_dropout": 0.0, "sliding_window": None, "use_sliding_window": False},
+    "gemma4": {
+        "attention_dropout": 0.0,
+        "enable_moe_block": False,
+        "hidden_size_per_layer_input": 0,
+        "moe_intermediate_size": None,
+        "num_experts": None,
+        "num_kv_shared_layers": 0,
+        "top_k_experts": None,
+        "use_bidirectional_attention": None,
+        "use_double_wide_mlp": False,
+    },
+}
 
 
 def default_layer_ids(num_layers: int, count: int = 5) -> tuple[int, ...]:
@@ -129,7 +153,9 @@ class DrafterConfig:
     @classmethod
     def from_checkpoint(cls, config_json: Mapping[str, Any]) -> DrafterConfig:
         """Read a published `config.json` (DSpark, DFlash in either layout, EAGLE-3), by its `architectures`."""
-        architecture = (config_json.get("architectures") or ["none"])[0]
+        _check_kinds(config_json)
+        _check_kinds(config_json.get("dflash_config") or {})
+        architecture = str((config_json.get("architectures") or ["none"])[0])
         families = {family.dspark_architecture: family.name for family in FAMILIES.values()}
         if architecture in families:
             return cls(**_read_dspark(config_json, families[architecture]))
@@ -141,11 +167,13 @@ class DrafterConfig:
         raise SettingError(f"config.json names the architecture {architecture!r}; this loader knows {known}")
 
     def to_checkpoint(self, target_text_config: Any) -> dict[str, Any]:
-        """The `config.json` of this drafter: the target's text config with every drafter key written out."""
-        values = as_dict(target_text_config)
-        values.pop("_name_or_path", None)  # where the target lay on the machine that trained
-        values.pop("per_layer_config", None)  # of the target's layers, which are more than the drafter's
+        """The `config.json` of this drafter: every key that a drafter has, and none that is the target's alone."""
+        target = as_dict(target_text_config)
+        values = {key: target[key] for key in _OF_THE_TARGET[self.family] if key in target}
+        values |= _NOT_IN_A_DRAFTER[self.family]
         values |= {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
             "attention_bias": self.attention_bias,
             "intermediate_size": self.intermediate_size,
             "num_attention_heads": self.num_attention_heads,
@@ -207,8 +235,38 @@ class DrafterConfig:
         return replace(self, **changes)
 
 
+# Of which kind each key of a `config.json` is that decides anything.
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "an integer": (
+        (int,),
+        "vocab_size hidden_size num_attention_heads num_key_value_heads head_dim max_position_embeddings block_size "
+        "num_hidden_layers num_target_layers mask_token_id num_anchors markov_rank ttt_length dspark_draft_vocab_size "
+        "global_head_dim num_global_key_value_heads",
+    ),
+    "a number": ((int, float), "rms_norm_eps rope_theta final_logit_softcapping step_loss_decay"),
+    "true or false": (
+        (bool,),
+        "attention_bias attention_k_eq_v enable_confidence_head confidence_head_with_markov",
+    ),
+    "a text": ((str,), "hidden_act hidden_activation markov_head_type rope_type"),
+    "an object": ((dict,), "rope_parameters rope_scaling full_attention dflash_config"),
+    "a list": ((list,), "target_layer_ids architectures"),
+}
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("rms_norm_eps", "max_position_embeddings", "attention_bias", "num_hidden_layers", "num_target_layers"),
+)
+
+
 def _read_common(values: Mapping[str, Any], family: str) -> dict[str, Any]:
-    _require(values, "num_hidden_layers", "num_target_layers")
+    """Sizes, norm and rotary settings: all must be there, since a default would make another drafter of the weights."""
+    own = ("global_head_dim", "hidden_activation", "attention_k_eq_v") if family == "gemma4" else ("hidden_act",)
+    _require(values, *_SIZES, *own)
+    rope = values.get("rope_parameters") or {}
+    rope = rope.get("full_attention") or rope
+    _check_kinds(rope)
+    if (values.get("rope_theta") or rope.get("rope_theta")) is None:
+        raise SettingError("config.json lacks rope_parameters with their rope_theta (or, as it was, rope_theta)")
     return read_sizes(as_dict(values), family) | {
         "family": family,
         "num_target_layers": values["num_target_layers"],
@@ -265,8 +323,18 @@ def _read_eagle3(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require(values: Mapping[str, Any], *keys: str) -> None:
-    if missing := [key for key in keys if key not in values]:
+    if missing := [key for key in keys if values.get(key) is None]:
         raise SettingError(f"config.json lacks {', '.join(missing)}; a checkpoint must write every layout key out")
+
+
+def _check_kinds(values: Mapping[str, Any]) -> None:
+    """Raises SettingError for a value that is not of its key's kind; null counts as missing."""
+    for kind, (types, keys) in _KINDS.items():
+        for key in keys.split():
+            value = values.get(key)
+            sound = isinstance(value, types) and isinstance(value, bool) == (bool in types)
+            if value is not None and not (sound and (not isinstance(value, float) or isfinite(value))):
+                raise SettingError(f"{key} is {str(value)[:80]!r} in config.json; expected {kind}")
 
 
 def _check(config: DrafterConfig) -> None:
@@ -276,6 +344,13 @@ def _check(config: DrafterConfig) -> None:
         raise _bad("algorithm", c.algorithm, "dspark, dflash or eagle3")
     if c.family not in FAMILIES:
         raise _bad("family", c.family, " or ".join(FAMILIES))
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
+        _at_least(name, getattr(c, name), 1, "target.model")
+    if c.head_dim < 2 or c.head_dim % 2:
+        raise _bad("head_dim", c.head_dim, "an even number", "target.model")
+    if c.rms_norm_eps <= 0 or not c.rope_parameters["rope_theta"] > 0:
+        given = (c.rms_norm_eps, c.rope_parameters["rope_theta"])
+        raise _bad("rms_norm_eps, rope_theta", given, "numbers above 0", "target.model")
     if not c.target_layer_ids or len(set(c.target_layer_ids)) != len(c.target_layer_ids):
         raise _bad("target_layer_ids", list(c.target_layer_ids), "one or more distinct layers")
     for layer in c.target_layer_ids:
@@ -337,11 +412,11 @@ def _check_heads(c: DrafterConfig) -> None:
             )
 
 
-def _at_least(option: str, value: int, least: int) -> None:
+def _at_least(name: str, value: int, least: int, option: str | None = None) -> None:
     if value < least:
-        raise _bad(option, value, f"{least} or more")
+        raise _bad(name, value, f"{least} or more", option)
 
 
-def _bad(option: str, value: Any, allowed: str) -> SettingError:
-    section = "train" if option == "num_anchors" else "drafter"
-    return SettingError(f"{option} is {value!r}; allowed: {allowed} (option `{section}.{option}`)")
+def _bad(name: str, value: Any, allowed: str, option: str | None = None) -> SettingError:
+    option = option or f"{'train' if name == 'num_anchors' else 'drafter'}.{name}"
+    return SettingError(f"{name} is {value!r}; allowed: {allowed} (option `{option}`)")

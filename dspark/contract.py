@@ -5,9 +5,16 @@ It is written into the target cache, the checkpoint, the events and every export
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
+
+from dspark.manifest import AGAIN, CheckpointError, read_json, require_intact
+
+FILE = "contract.json"
 
 BlockLayout = Literal["anchor-first", "mask-first"]
 Thinking = Literal["off", "on", "mixed"]
@@ -55,6 +62,9 @@ class Contract:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_layer_ids", tuple(int(layer) for layer in self.target_layer_ids))
+        for name in ("target_name", "weights_sha256", "tokenizer_sha256", "chat_template_sha256"):
+            if not isinstance(value := getattr(self, name), str):
+                raise ValueError(f"{name} is {value!r}, expected a text")
         if self.thinking not in ("off", "on", "mixed"):
             raise ValueError(f"thinking mode {self.thinking!r} is not one of off, on, mixed (option `target.thinking`)")
         if self.block_layout not in (None, "anchor-first", "mask-first"):
@@ -65,6 +75,21 @@ class Contract:
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "target_layer_ids": list(self.target_layer_ids)}
+
+    def write(self, folder: Path) -> None:
+        """As `contract.json`."""
+        (folder / FILE).write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path, cure: str = AGAIN) -> Contract | None:
+        """Of a drafter's folder; None where there is none. Raises CheckpointError for one that was changed or cut."""
+        if not os.path.lexists(folder / FILE):
+            return None
+        require_intact(folder, (FILE,), needs_manifest=False, cure=cure)
+        try:
+            return cls.from_dict(read_json(folder / FILE, cure))
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{folder / FILE}: {error}: {cure}") from error
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Contract:

@@ -5,7 +5,7 @@ V target vocabulary, Vd draft vocabulary. The verifier still uses all of V; only
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -37,6 +37,17 @@ def engine_mapping(draft_token_ids: Tensor, vocab_size: int) -> tuple[Tensor, Te
     return ids - torch.arange(len(ids)), drafted
 
 
-def mapped_tokens(d2t: Tensor) -> Tensor:
-    """The draft token ids [Vd] of a mapping's offsets."""
-    return d2t.long() + torch.arange(len(d2t), device=d2t.device)
+def mapped_tokens(mapping: Mapping[str, Tensor], vocab_size: int) -> Tensor:
+    """The draft token ids [Vd], ascending, of a mapping's `d2t` [Vd] offsets.
+
+    Raises SettingError for ids that are no tokens of the target, that do not rise, or that `t2d` [V] does not name.
+    """
+    d2t, t2d = mapping["d2t"], mapping["t2d"]
+    if d2t.is_floating_point() or d2t.dtype == torch.bool or t2d.dtype != torch.bool:
+        raise SettingError(f"d2t is {d2t.dtype} and t2d {t2d.dtype}; expected integer offsets and a bool mask")
+    ids = d2t.long() + torch.arange(len(d2t), device=d2t.device)
+    if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size or bool((ids.diff() <= 0).any()):
+        raise SettingError(f"d2t does not give rising token ids from 0 to {vocab_size - 1}")
+    if not torch.equal(t2d.nonzero().flatten(), ids):
+        raise SettingError("d2t and t2d name different draft tokens")
+    return ids

@@ -5,9 +5,7 @@ B rows, S sequence, T packed context tokens, N blocks, G draft slots, V vocabula
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +17,9 @@ from dspark.backbone import DraftLayer, RMSNorm, Rotary, initialise
 from dspark.confidence import ConfidenceHead
 from dspark.config import DrafterConfig, SettingError
 from dspark.draft_cache import DraftCache
-from dspark.draft_vocabulary import engine_mapping, mapped_tokens
 from dspark.families import FAMILIES
-from dspark.folding import features_read
 from dspark.packing import PackedBatch
-from dspark.sequential_heads import OUTSIDE_BIAS, SequentialHead, build_head
-
-SHARED_TENSORS = {"embed_tokens.weight", "lm_head.weight"}
-MAPPING_TENSORS = ("d2t", "t2d")  # of a reduced draft vocabulary that no Markov column carries
+from dspark.sequential_heads import SequentialHead, build_head
 
 
 class Drafter(nn.Module):
@@ -283,97 +276,3 @@ def checked_draft_tokens(token_ids: Tensor, config: DrafterConfig) -> Tensor:
             "(option `drafter.draft_vocab_size`)"
         )
     return token_ids
-
-
-def save_drafter(drafter: nn.Module, path: str | Path, target_text_config: Any, *, with_shared: bool = True) -> None:
-    """Write `config.json` and `model.safetensors` in the native layout.
-
-    `with_shared` False leaves out the target's embedding and head; such a folder opens only with its target.
-    """
-    from safetensors.torch import save_file
-
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    if isinstance(head := getattr(drafter, "markov_head", None), SequentialHead):
-        head.restore_reserved_column()
-    # Contiguous copies: a tied target's embedding and head are one tensor in memory and two in the file.
-    tensors = {
-        name: tensor.detach().to("cpu", copy=True).contiguous()
-        for name, tensor in drafter.state_dict().items()
-        if with_shared or name not in SHARED_TENSORS
-    }
-    tensors["fc.weight"] = features_read(drafter).to("cpu").contiguous()
-    config: Any = drafter.config
-    if config.draft_vocab_size is not None and not config.reserves_markov_column:
-        ids: Any = drafter.draft_token_ids
-        tensors["d2t"], tensors["t2d"] = engine_mapping(ids, config.vocab_size)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    values = config.to_checkpoint(target_text_config)
-    values["dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
-    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)  # it was its owner's alone
-
-
-def load_drafter(
-    path: str | Path, *, device: str | torch.device = "cpu", dtype: str | torch.dtype | None = None, target: Any = None
-) -> Any:
-    """Open a published checkpoint (Drafter, or Eagle3Drafter) by the `architectures` of its config.json.
-
-    `dtype` None keeps the stored one. `target` supplies embedding and head where the folder leaves them out.
-
-    Raises:
-        FileNotFoundError: no config.json or model.safetensors in `path`.
-        SettingError: an unknown architecture, a missing layout key, or tensors that don't fit the configuration.
-    """
-    from safetensors.torch import load_file
-
-    folder = Path(path)
-    for name in ("config.json", "model.safetensors"):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} has no {name}; a drafter folder holds config.json and model.safetensors")
-    config = DrafterConfig.from_checkpoint(json.loads((folder / "config.json").read_text()))
-    tensors = load_file(folder / "model.safetensors", device=str(device))
-    if target is not None:
-        tensors.setdefault("embed_tokens.weight", target.embed_tokens.weight.detach())
-        tensors.setdefault("lm_head.weight", target.lm_head.weight.detach())
-    mapping = {name: tensors.pop(name) for name in MAPPING_TENSORS if name in tensors}
-    chosen = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    tensors = {name: tensor.to(device=device, dtype=chosen or tensor.dtype) for name, tensor in tensors.items()}
-    with torch.device("meta"):
-        drafter = drafter_class(config)(config)
-    require_tensors(drafter, tensors, folder)
-    drafter.load_state_dict(tensors, assign=True)
-    drafter.embed_tokens.requires_grad_(False)
-    drafter.lm_head.requires_grad_(False)
-    if config.reserves_markov_column:
-        inside = drafter.markov_head.markov_w2.weight[:, -1] > OUTSIDE_BIAS / 2
-        drafter.restrict_vocabulary(inside.nonzero().flatten())
-    elif config.draft_vocab_size is not None:
-        if "d2t" not in mapping:
-            raise SettingError(f"{folder} has a draft vocabulary of {config.draft_vocab_size} tokens but no tensor d2t")
-        drafter.restrict_vocabulary(mapped_tokens(mapping["d2t"]))
-    return drafter.eval()
-
-
-def drafter_class(config: DrafterConfig) -> Any:
-    """Drafter, or Eagle3Drafter."""
-    if config.algorithm == "eagle3":
-        from dspark.eagle3 import Eagle3Drafter
-
-        return Eagle3Drafter
-    return Drafter
-
-
-def require_tensors(drafter: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
-    """Raises SettingError unless names and shapes are exactly the drafter's."""
-    expected = drafter.state_dict()
-    problems = [f"{name} is missing" for name in sorted(set(expected) - set(tensors))]
-    problems += [f"{name} is not part of this drafter" for name in sorted(set(tensors) - set(expected))]
-    problems += [
-        f"{name} is {tuple(tensors[name].shape)}, config.json says {tuple(expected[name].shape)}"
-        for name in sorted(set(expected) & set(tensors))
-        if tensors[name].shape != expected[name].shape
-    ]
-    if problems:
-        hint = " (pass `target=` for a folder without them)" if SHARED_TENSORS & set(expected) - set(tensors) else ""
-        raise SettingError(f"{folder} does not fit its config.json: {'; '.join(problems[:8])}{hint}")

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dspark.bigrams import initialize_from_bigrams
+from dspark.checkpoint import drafter_class, load_drafter
 from dspark.config import DrafterConfig, SettingError
 from dspark.decoding.target import Target
-from dspark.drafter import Drafter, drafter_class, load_drafter
+from dspark.drafter import Drafter
 
 
 def build_drafter(

@@ -85,7 +85,7 @@ def _write(publication: Publication, staging: Path) -> dict[str, Any]:
     """The files but the manifest, and what the gates measured."""
     import torch
 
-    from dspark.drafter import save_drafter
+    from dspark.checkpoint import save_drafter
     from pipelines.exports.speculators import write_speculators
 
     p = publication

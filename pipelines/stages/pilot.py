@@ -211,7 +211,7 @@ class PilotWorker(CaptureWorker):
         return choose(self, unit.judged, drafters, parts) if parts else {}
 
     def _drafters(self) -> dict[str, Any]:
-        from dspark.drafter import load_drafter
+        from dspark.checkpoint import load_drafter
 
         folder = Folder(self.root)
         return {

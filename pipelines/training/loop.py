@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import resource
 import time
@@ -22,8 +21,8 @@ from torch import Tensor, distributed
 
 from cluster.engine import StepResult, TrainEngine, build_engine
 from cluster.train_group import stop_wanted
+from dspark.checkpoint import new_folder, save_drafter
 from dspark.contract import Contract
-from dspark.drafter import save_drafter
 from dspark.losses import LossConfig, add_sums
 from pipelines.training.batches import Pack, SampleIndex, Step
 from pipelines.training.checkpoints import Checkpoints
@@ -209,6 +208,7 @@ def _publish(task: TrainingTask, engine: TrainEngine, module: BlockLoss, contrac
     folder = Path(task.output) / FINAL
     with engine.whole():
         if engine.rank == 0:
-            save_drafter(module.drafter, folder, task.facts.text_config)
-            (folder / "contract.json").write_text(json.dumps(contract.to_dict(), indent=2) + "\n")
+            with new_folder(folder) as staging:
+                save_drafter(module.drafter, staging, task.facts.text_config)
+                contract.write(staging)
     distributed.barrier()

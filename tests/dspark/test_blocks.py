@@ -8,8 +8,8 @@ import torch
 from small_models import config_for, tiny_target
 from torch import Tensor
 
+from dspark.checkpoint import load_drafter, save_drafter
 from dspark.config import SettingError
-from dspark.drafter import load_drafter, save_drafter
 from dspark.packing import PackedBatch, Sample, pack
 from dspark.starting_weights import build_drafter
 

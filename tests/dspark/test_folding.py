@@ -10,10 +10,10 @@ import torch
 from small_models import a_drafter, tiny_target
 from torch import Tensor
 
+from dspark.checkpoint import load_drafter, save_drafter
 from dspark.config import SettingError
 from dspark.decoding.target import TargetError
 from dspark.decoding.target_tail import TargetTail
-from dspark.drafter import load_drafter, save_drafter
 from dspark.folding import features_read, read_coordinates
 from dspark.output_head import OutputHead, TeacherReader, log_normalizers
 from dspark.packing import DenseTeacher, TopOffsets

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dspark.anchors import anchors_weight
+from dspark.checkpoint import load_drafter
 from dspark.confidence import ConfidenceHead
-from dspark.drafter import load_drafter
 from dspark.fused_loss import slot_losses
 from dspark.losses import LossConfig, add_sums, fused_loss, global_normalizer, metrics_of
 from dspark.output_head import OutputHead, log_normalizers

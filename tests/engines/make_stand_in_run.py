@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch
 
+from dspark.checkpoint import save_drafter
 from dspark.config import DrafterConfig
 from dspark.decoding.decoder import Completion, Decoder, Request, SamplingConfig
 from dspark.decoding.target import Target
-from dspark.drafter import Drafter, save_drafter
+from dspark.drafter import Drafter
 from pipelines.reporting.events import EventLog, Labels
 from pipelines.run import Run
 from pipelines.settings import load_settings

@@ -10,7 +10,7 @@ import torch
 from publications import GOLDEN, publication
 from safetensors.torch import load_file, save_file
 
-from dspark.drafter import load_drafter
+from dspark.checkpoint import load_drafter
 from dspark.starting_weights import build_drafter
 from pipelines.exports import gates, native
 from pipelines.exports.native import Publication, publish_native, verify_published

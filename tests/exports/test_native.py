@@ -9,7 +9,7 @@ import yaml
 from publications import publication
 from safetensors.torch import load_file, save_file
 
-from dspark.drafter import load_drafter
+from dspark.checkpoint import load_drafter
 from pipelines.exports import gates, native
 from pipelines.exports.native import Publication, PublishError, publish_native, verify_published
 from storage.files.filesystems import Folder

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from whole_run import write_config
 
-from dspark.drafter import load_drafter
+from dspark.checkpoint import load_drafter
 from pipelines.errors import UserError
 from pipelines.exports.native import verify_published
 from pipelines.progress import Reporter

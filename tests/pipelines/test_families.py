@@ -10,7 +10,7 @@ import pytest
 import torch
 from whole_run import write_config
 
-from dspark.drafter import load_drafter
+from dspark.checkpoint import load_drafter
 from pipelines.exports.native import verify_published
 from pipelines.progress import Reporter
 from pipelines.run import run_stages
