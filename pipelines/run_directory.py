@@ -20,7 +20,6 @@ from typing import Any
 from pipelines.errors import UserError
 from storage.files.filesystems import Folder
 
-PUBLISHING = ".publishing-"  # how the folder is called in which a publication is put together
 _locked_here: set[str] = set()
 
 
@@ -90,7 +89,7 @@ class RunDirectory:
         if not self.is_local:
             return
         self.folder.remove_dead_temporaries()
-        for folder in self.path().glob(f"{PUBLISHING}*"):
+        for folder in self.path().glob(".*.writing"):
             shutil.rmtree(folder)
 
     @contextmanager

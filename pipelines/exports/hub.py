@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.exports.native import MANIFEST, PublishError, verify_published
+from dspark.manifest import MANIFEST, require_intact
 
 RETRIED = (408, 429, 500, 502, 503, 504)
 
@@ -45,14 +45,13 @@ def upload(
 ) -> list[str]:
     """Upload what the hub does not hold yet; returns the names of the files that were sent.
 
-    The token is huggingface_hub's own business (`HF_TOKEN` or `hf auth login`). Raises PublishError for a folder that
-    is not complete, UploadFailed when the hub says no.
+    The token is huggingface_hub's own business (`HF_TOKEN` or `hf auth login`). Raises CheckpointError for a folder
+    that is not as it was published, UploadFailed when the hub says no.
     """
     if settings.repo_id is None:
         return []
     place = Path(folder)
-    if problems := verify_published(place):
-        raise PublishError(f"{place} is not as it was published: {'; '.join(problems)}")
+    require_intact(place)
     if api is None:
         from huggingface_hub import HfApi
 

@@ -2,32 +2,25 @@
 
 1. Write everything into a folder beside the final one.
 2. Pass the gates (pipelines.exports.gates); one that fails leaves nothing behind.
-3. Write the manifest, with the hash of every file.
-4. Put the folder in its place. Readers believe a folder with a manifest; it is complete or it is not there.
+3. Put the folder in its place, with the hash of every file in its manifest (dspark.manifest).
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dspark.config import DrafterConfig
+from dspark.manifest import new_folder, read_manifest
 from pipelines.exports import gates
 from pipelines.exports.card import model_card
-from pipelines.run_directory import PUBLISHING
-from storage.files.filesystems import Folder, sync_folder
 
-MANIFEST = "manifest.json"
 SPECULATORS = "speculators"
-FORMAT = "dspark-native/1"
 
 
 class PublishError(ValueError):
@@ -60,29 +53,19 @@ class Publication:
 
 
 def publish_native(publication: Publication, folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Publish into `folder` (local, `s3://`, `gs://`), replacing what is there; returns the manifest.
+    """Publish into a local folder, replacing what is there; returns the manifest.
 
-    Raises gates.GateFailed or PublishError; the old folder then stays as it was.
+    Raises gates.GateFailed, PublishError or CheckpointError; the old folder then stays as it was.
     """
-    destination = Folder(folder)
-    parent = destination.local_path().parent if destination.is_local else None
-    if parent is not None:
-        parent.mkdir(parents=True, exist_ok=True)
-        _finish_interrupted(destination.local_path())
-    with tempfile.TemporaryDirectory(prefix=PUBLISHING, dir=parent) as temporary:
-        staging = Path(temporary) / "published"
-        staging.mkdir()
-        results = _write(publication, staging)
-        manifest = write_manifest(staging, results)
-        if destination.is_local:
-            _put_in_place(staging, destination.local_path())
-        else:
-            _copy_out(staging, destination, manifest)
-    return manifest
+    final = Path(folder)
+    notes = gates.engine_notes(publication.drafter.config, speculators=publication.speculators)
+    with new_folder(final, engines=notes) as staging:
+        _write(publication, staging)
+    return read_manifest(final) or {}
 
 
-def _write(publication: Publication, staging: Path) -> dict[str, Any]:
-    """The files but the manifest, and what the gates measured."""
+def _write(publication: Publication, staging: Path) -> None:
+    """The files but the manifest."""
     import torch
 
     from dspark.checkpoint import save_drafter
@@ -116,7 +99,7 @@ def _write(publication: Publication, staging: Path) -> dict[str, Any]:
         )
         results["4 drafts alike, speculators layout"] = gates.drafts_alike(other, drafter, p.probe_ids, features)
     _check_contract(p.contract, drafter.config)
-    _write_json(staging / "contract.json", p.contract.to_dict())
+    p.contract.write(staging)
     _write_json(staging / "gates.json", results)
     if temperatures is not None:
         assert p.calibration is not None
@@ -140,7 +123,6 @@ def _write(publication: Publication, staging: Path) -> dict[str, Any]:
         shifted=(p.calibration or {}).get("method") == "affine",
     )
     (staging / "README.md").write_text(card)
-    return results
 
 
 def check_temperatures(calibration: Mapping[str, Any] | None, config: DrafterConfig) -> list[float] | None:
@@ -188,70 +170,6 @@ def _check_contract(contract: Any, config: DrafterConfig) -> None:
                 f"the contract says {name} {getattr(contract, name)!r}, the checkpoint {value!r}: the drafter was "
                 "trained under another contract than the one that is published with it"
             )
-
-
-def write_manifest(folder: Path, results: Mapping[str, Any]) -> dict[str, Any]:
-    """Hash and size of every file, made durable; the manifest itself is written last."""
-    files = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != MANIFEST:
-            files[path.relative_to(folder).as_posix()] = {"sha256": _sha256(path), "bytes": path.stat().st_size}
-            with open(path, "rb") as stream:
-                os.fsync(stream.fileno())
-    manifest = {"format": FORMAT, "files": files, "engines": results["5 engines"]}
-    _write_json(folder / MANIFEST, manifest)
-    with open(folder / MANIFEST, "rb") as stream:
-        os.fsync(stream.fileno())
-    sync_folder(folder)
-    return manifest
-
-
-def verify_published(folder: str | os.PathLike[str]) -> list[str]:
-    """What is wrong with a published folder; empty when every file is there with its hash."""
-    place = Folder(folder)
-    if not place.exists(MANIFEST):
-        return [f"{place.describe(MANIFEST)} is missing: publishing was not finished (`dspark publish` does it again)"]
-    problems = []
-    for name, facts in json.loads(place.read(MANIFEST))["files"].items():
-        if not place.exists(name):
-            problems.append(f"{name} is missing")
-        elif hashlib.sha256(place.read(name)).hexdigest() != facts["sha256"]:
-            problems.append(f"{name} has been changed since it was published")
-    return problems
-
-
-def _put_in_place(staging: Path, final: Path) -> None:
-    """Two renames; should the process end between them, the next publication puts the old folder back."""
-    previous = final.with_name(final.name + ".previous")
-    if final.exists():
-        os.rename(final, previous)
-    os.rename(staging, final)
-    sync_folder(final.parent)
-    if previous.exists():
-        shutil.rmtree(previous)
-
-
-def _finish_interrupted(final: Path) -> None:
-    previous = final.with_name(final.name + ".previous")
-    if previous.exists():
-        if final.exists():
-            shutil.rmtree(previous)
-        else:
-            os.rename(previous, final)
-
-
-def _copy_out(staging: Path, destination: Folder, manifest: Mapping[str, Any]) -> None:
-    """To an object store: the old manifest goes first and the new one comes last."""
-    destination.remove(MANIFEST)
-    for name in manifest["files"]:
-        with destination.writer(name) as out, open(staging / name, "rb") as source:
-            shutil.copyfileobj(source, out, 1 << 20)
-    destination.write(MANIFEST, (staging / MANIFEST).read_bytes())
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _write_json(path: Path, values: Any) -> None:

@@ -21,9 +21,10 @@ from torch import Tensor, distributed
 
 from cluster.engine import StepResult, TrainEngine, build_engine
 from cluster.train_group import stop_wanted
-from dspark.checkpoint import new_folder, save_drafter
+from dspark.checkpoint import save_drafter
 from dspark.contract import Contract
 from dspark.losses import LossConfig, add_sums
+from dspark.manifest import new_folder
 from pipelines.training.batches import Pack, SampleIndex, Step
 from pipelines.training.checkpoints import Checkpoints
 from pipelines.training.early_signs import EarlySigns, check_masks

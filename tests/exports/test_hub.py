@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from dspark.manifest import CheckpointError, write_manifest
 from pipelines.exports.hub import HubSettings, UploadFailed, upload
-from pipelines.exports.native import PublishError, write_manifest
 
 
 class Refusal(OSError):
@@ -52,7 +52,7 @@ class FakeHub:
 def folder(tmp_path: Path) -> Path:
     for name, text in (("README.md", "a card"), ("config.json", "{}"), ("model.safetensors", "weights")):
         (tmp_path / name).write_text(text)
-    write_manifest(tmp_path, {"5 engines": []})
+    write_manifest(tmp_path, engines=[])
     return tmp_path
 
 
@@ -97,5 +97,5 @@ def test_a_refusal_is_not_repeated(folder: Path) -> None:
 
 def test_an_incomplete_folder_is_not_uploaded(folder: Path) -> None:
     (folder / "config.json").write_text("changed")
-    with pytest.raises(PublishError, match=r"config\.json has been changed"):
+    with pytest.raises(CheckpointError, match=r"config\.json has been changed"):
         upload(folder, SETTINGS, api=FakeHub())

@@ -11,9 +11,10 @@ from publications import GOLDEN, publication
 from safetensors.torch import load_file, save_file
 
 from dspark.checkpoint import load_drafter
+from dspark.manifest import damaged_files
 from dspark.starting_weights import build_drafter
-from pipelines.exports import gates, native
-from pipelines.exports.native import Publication, publish_native, verify_published
+from pipelines.exports import gates
+from pipelines.exports.native import Publication, publish_native
 from pipelines.exports.reader import open_folder
 from pipelines.exports.speculators import LayoutError, speculators_config
 
@@ -52,7 +53,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 def check(made: Publication, folder: Path) -> dict[str, Any]:
     """Publish with both layouts; both must draft alike, and the folder must open again as it was."""
     publish_native(dataclasses.replace(made, speculators=True), folder)
-    assert verify_published(folder) == []
+    assert damaged_files(folder) == []
     found = json.loads((folder / "gates.json").read_text())
     for gate in ("4 drafts alike", "4 drafts alike, speculators layout"):
         assert found[gate]["rounds"] == gates.PROBE_ROUNDS
@@ -148,4 +149,6 @@ def test_mappings_that_disagree_are_refused(tmp_path: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match="d2t and t2d"):
         open_folder(tmp_path / "published")
-    assert native.verify_published(tmp_path / "published") != []
+    assert damaged_files(tmp_path / "published") == [
+        f"{tmp_path / 'published' / 'model.safetensors'} has been changed since it was written"
+    ]

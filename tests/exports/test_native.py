@@ -10,9 +10,9 @@ from publications import publication
 from safetensors.torch import load_file, save_file
 
 from dspark.checkpoint import load_drafter
-from pipelines.exports import gates, native
-from pipelines.exports.native import Publication, PublishError, publish_native, verify_published
-from storage.files.filesystems import Folder
+from dspark.manifest import damaged_files
+from pipelines.exports import gates
+from pipelines.exports.native import Publication, PublishError, publish_native
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ ALL = ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dspark_noconfmarkov", "d
 @pytest.mark.parametrize("name", ALL)
 def test_publishes_every_head(name: str, tmp_path: Path) -> None:
     manifest = publish_native(publication(name), tmp_path / "published")
-    assert verify_published(tmp_path / "published") == []
+    assert damaged_files(tmp_path / "published") == []
     assert [path.name for path in tmp_path.iterdir()] == ["published"]
     checked = json.loads((tmp_path / "published" / "gates.json").read_text())
     assert checked["4 drafts alike"]["rounds"] == gates.PROBE_ROUNDS
@@ -138,17 +138,17 @@ def test_gates_find_what_would_fail_silently(
     vanilla: Publication, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, message: str | None
 ) -> None:
     """Each fault is put into the folder after it was saved; nothing is published, the old folder stays."""
-    import dspark.drafter
+    import dspark.checkpoint
 
     publish_native(vanilla, tmp_path / "published")
     before = (tmp_path / "published" / "manifest.json").read_bytes()
-    save = dspark.drafter.save_drafter
+    save = dspark.checkpoint.save_drafter
 
     def spoiled(drafter: Any, path: Path, text_config: Any, **options: Any) -> None:
         save(drafter, path, text_config, **options)
         spoil(path)
 
-    monkeypatch.setattr(dspark.drafter, "save_drafter", spoiled)
+    monkeypatch.setattr(dspark.checkpoint, "save_drafter", spoiled)
     if message is None:
         with pytest.raises(gates.GateFailed):
             publish_native(vanilla, tmp_path / "published")
@@ -178,49 +178,7 @@ def test_the_contract_is_the_checkpoints(vanilla: Publication, tmp_path: Path) -
         publish_native(dataclasses.replace(vanilla, contract=other), tmp_path / "published")
 
 
-def test_verification_names_what_changed(vanilla: Publication, tmp_path: Path) -> None:
-    folder = tmp_path / "published"
-    assert "was not finished" in verify_published(folder)[0]
-    publish_native(vanilla, folder)
-    (folder / "config.json").write_text("{}")
-    (folder / "contract.json").unlink()
-    assert verify_published(folder) == [
-        "config.json has been changed since it was published",
-        "contract.json is missing",
-    ]
-
-
-def test_an_interrupted_exchange_is_put_right(vanilla: Publication, tmp_path: Path) -> None:
-    folder = tmp_path / "published"
-    publish_native(vanilla, folder)
-    folder.rename(tmp_path / "published.previous")
-    native._finish_interrupted(folder)
-    assert verify_published(folder) == []
-    publish_native(vanilla, folder)
-    assert [path.name for path in tmp_path.iterdir()] == ["published"]
-
-
 def test_publishing_twice_gives_the_same_bytes(vanilla: Publication, tmp_path: Path) -> None:
     first = publish_native(vanilla, tmp_path / "a")
     second = publish_native(vanilla, tmp_path / "b")
     assert first == second
-
-
-def test_object_stores_get_the_manifest_last(
-    vanilla: Publication, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file:// URL stands for an object store: written file by file."""
-    order: list[str] = []
-    plain_writer, plain_write = Folder.writer, Folder.write
-    monkeypatch.setattr(Folder, "writer", lambda self, name: (order.append(name), plain_writer(self, name))[1])
-    monkeypatch.setattr(
-        Folder, "write", lambda self, name, data: (order.append(name), plain_write(self, name, data))[1]
-    )
-    destination = Folder(tmp_path / "out")
-    staging = tmp_path / "staging"
-    staging.mkdir()
-    native._write(vanilla, staging)
-    manifest = native.write_manifest(staging, {"5 engines": []})
-    native._copy_out(staging, destination, manifest)
-    assert order[-1] == "manifest.json" or order[-2] == "manifest.json"
-    assert verify_published(tmp_path / "out") == []

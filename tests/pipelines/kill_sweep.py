@@ -35,8 +35,8 @@ from whole_run import (
     write_config,
 )
 
+from dspark.manifest import damaged_files
 from pipelines.data.gguf_file import convert_llama
-from pipelines.exports.native import verify_published
 from pipelines.provenance import collect
 
 
@@ -64,7 +64,7 @@ def sweep(folder: Path, moments: int, seed: int) -> dict[str, Any]:
         "every_sample_once": all(set(counts.values()) == {1} for counts in ids.values()),
         "same_samples": ids == expected,
         "same_figures": report_figures(killed) == report_figures(reference),
-        "published_verifies": verify_published(killed / "published") == [],
+        "published_verifies": damaged_files(killed / "published") == [],
         "no_leftover_files": leftovers(killed) == [],
         "no_processes_or_ray_folders": remains(kills) == [],
     }

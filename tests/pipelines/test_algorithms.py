@@ -11,8 +11,8 @@ import pytest
 from whole_run import write_config
 
 from dspark.checkpoint import load_drafter
+from dspark.manifest import damaged_files
 from pipelines.errors import UserError
-from pipelines.exports.native import verify_published
 from pipelines.progress import Reporter
 from pipelines.run import run_stages
 from pipelines.settings import Settings, load_settings
@@ -75,7 +75,7 @@ def test_trains_decodes_and_publishes(kind: str, started: tuple[Path, Path], tmp
     assert min(losses) > 0
 
     published = directory / "published"
-    assert verify_published(published) == []
+    assert damaged_files(published) == []
     assert json.loads((published / "config.json").read_text())["architectures"] == [architecture]
     drafter = load_drafter(published)
     assert drafter.block_size == tokens

@@ -11,7 +11,7 @@ import torch
 from whole_run import write_config
 
 from dspark.checkpoint import load_drafter
-from pipelines.exports.native import verify_published
+from dspark.manifest import damaged_files
 from pipelines.progress import Reporter
 from pipelines.run import run_stages
 from pipelines.settings import load_settings
@@ -99,6 +99,6 @@ def test_a_drafter_for_a_target_of_the_family(
     assert [line["step"] for line in log] == [1, 2]
     assert all(0 < line["loss"] < 20 and line["gradient_norm"] > 0 for line in log)
     if stages is None:
-        assert verify_published(tmp_path / "run" / "published") == []
+        assert damaged_files(tmp_path / "run" / "published") == []
         report = json.loads((tmp_path / "run" / "report" / "report.json").read_text())
         assert report["equality"]["equal"] == report["equality"]["compared"] > 0

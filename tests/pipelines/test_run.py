@@ -98,13 +98,17 @@ def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
     writer = "import os, sys; from storage.files.filesystems import *; print(temporary_name(sys.argv[1]))"
     dead = subprocess.run([sys.executable, "-c", writer, "data.json"], capture_output=True, text=True, check=True)
     living = tmp_path / "two" / temporary_name("data.json")
-    for path in (tmp_path / "one" / dead.stdout.strip(), living, tmp_path / ".publishing-x" / "published" / "a"):
+    for path in (
+        tmp_path / "one" / dead.stdout.strip(),
+        living,
+        tmp_path / ".published.7.ab.writing" / "published" / "a",
+    ):
         path.parent.mkdir(parents=True)
         path.touch()
     RunDirectory(tmp_path).remove_leftovers()
     assert list((tmp_path / "one").iterdir()) == []
     assert list((tmp_path / "two").iterdir()) == [living]
-    assert not (tmp_path / ".publishing-x").exists()
+    assert not (tmp_path / ".published.7.ab.writing").exists()
 
 
 def test_a_changed_setting_refuses_with_the_difference_and_touches_nothing(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from whole_run import (
     write_config,
 )
 
-from pipelines.exports.native import verify_published
+from dspark.manifest import damaged_files
 from storage.cache.verify import verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -51,7 +51,7 @@ def test_every_stage_leaves_its_output(undisturbed: Path) -> None:
     assert [name for name in missing if not (undisturbed / name).is_file()] == []
     summary = json.loads((undisturbed / "run.json").read_text())
     assert {stage: record["complete"] for stage, record in summary["stages"].items()} == dict.fromkeys(STAGES, True)
-    assert verify_published(undisturbed / "published") == []
+    assert damaged_files(undisturbed / "published") == []
     assert leftovers(undisturbed) == []
 
 
@@ -92,7 +92,7 @@ def test_outputs_that_were_finished_but_not_recorded_are_taken_up(
     assert finish(config, directory) == dict.fromkeys(STAGES, "done")
     assert sample_ids(directory) == sample_ids(undisturbed)
     assert report_figures(directory) == report_figures(undisturbed)
-    assert verify_published(directory / "published") == []
+    assert damaged_files(directory / "published") == []
     assert leftovers(directory) == []
 
 

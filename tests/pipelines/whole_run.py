@@ -211,7 +211,7 @@ def leftovers(directory: Path) -> list[str]:
     return sorted(
         str(path.relative_to(directory))
         for path in directory.rglob("*")
-        if path.name.endswith(marks) or path.name.startswith(".publishing-")
+        if path.name.endswith(marks)
     )
 
 
