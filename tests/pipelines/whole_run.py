@@ -208,11 +208,7 @@ def sample_ids(directory: Path) -> dict[str, Counter[str]]:
 def leftovers(directory: Path) -> list[str]:
     """Files and folders in a finished run that only an interrupted writer can have left."""
     marks = (".writing", ".tmp", ".previous")
-    return sorted(
-        str(path.relative_to(directory))
-        for path in directory.rglob("*")
-        if path.name.endswith(marks)
-    )
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.name.endswith(marks))
 
 
 def _summary(directory: Path) -> dict[str, Any]:
