@@ -77,7 +77,7 @@ def _marked_text(row: StoredRow, tokenizer: Any) -> str:
 
 def _open_tokenizer(model: str) -> Any:
     from dspark.decoding.target import open_tokenizer
-    from pipelines.settings import TargetSettings
+    from pipelines.settings.schema import TargetSettings
     from pipelines.target_facts import locate_target
 
     try:

@@ -6,6 +6,7 @@ own commands (`cli_cache`, `cli_tools`, `cli_cluster`).
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -176,6 +177,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Ctrl-C and SIGTERM end whatever runs in order, with exit code 130 and 143.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # what a terminal cannot show is no reason to fail
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' bars are noise in a log
     with _stopping_in_order() as received:

@@ -22,7 +22,7 @@ def parts_of(cache: TargetCache, model: str, teacher: CodecSpec) -> TargetParts:
     Raises UserError when its weights are not those that the states were recorded from.
     """
     from dspark.decoding.target import DTYPES, Target, hash_weights
-    from pipelines.settings import TargetSettings
+    from pipelines.settings.schema import TargetSettings
     from pipelines.stages.capture import target_parts
     from pipelines.target_facts import locate_target
 
@@ -48,7 +48,7 @@ def directions_of(cache: TargetCache, run: str, features: CodecSpec) -> tuple[Co
 
     Raises UserError where there is no pilot, or it looked at other features.
     """
-    from pipelines.settings import CacheSettings
+    from pipelines.settings.schema import CacheSettings
     from pipelines.stages.capture import DIRECTIONS, read_directions
 
     pilot = Folder(run).location("pilot")

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.errors import UserError
-from pipelines.recipes import eagle3_position_decay
 from pipelines.settings import Settings, load_settings
+from pipelines.settings.recipes import eagle3_position_decay
 
 PARTS = (
     "algorithm",

@@ -11,7 +11,6 @@ recorded in `stages/NAME.json`, beside the output. For each stage, in order:
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -182,7 +181,7 @@ class Run:
 
     def refuse_other_identities(self, stages: Sequence[str]) -> None:
         """Raises UserError for the first of these whose output is there and was made with other settings."""
-        from pipelines.setting_errors import refuse_older_run
+        from pipelines.settings.errors import refuse_older_run
 
         summary = self.directory.read_json("run.json") or {}
         refuse_older_run(summary.get("settings", {}), self.directory.location("run.json"))
@@ -368,9 +367,9 @@ def _numbers(result: Mapping[str, Any]) -> dict[str, float]:
 
 def open_run(directory: str, overrides: Sequence[str] = ()) -> Run:
     """The run that stands in a directory, with its last settings and `key=value` words over them."""
-    from pipelines.setting_errors import refuse_older_run
     from pipelines.settings import check_settings
-    from pipelines.yaml_files import apply_overrides, parse_text
+    from pipelines.settings.errors import refuse_older_run
+    from pipelines.settings.yaml import Document, apply_overrides
 
     there = RunDirectory(directory)
     summary = there.read_json("run.json", needs=("settings",))
@@ -378,7 +377,7 @@ def open_run(directory: str, overrides: Sequence[str] = ()) -> Run:
         raise UserError(f"{directory} is not a run directory: there is no run.json in it")
     refuse_older_run(summary["settings"], there.location("run.json"))
     values = {**summary["settings"], "run": {**summary["settings"].get("run", {}), "directory": directory}}
-    document = parse_text(json.dumps(values), there.location("run.json"))
+    document = Document(values, source=there.location("run.json"))
     apply_overrides(document, overrides)
     return Run(check_settings(document))
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from pipelines.data.chat import require_thinking_switch
 from pipelines.errors import UserError
-from pipelines.settings import Settings, TargetSettings
+from pipelines.settings import Settings
+from pipelines.settings.schema import TargetSettings
 
 PACKAGE_PREFIX = "package:"
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.errors import UserError
-from pipelines.settings import PromptSource
+from pipelines.settings.schema import PromptSource
 
 Message = dict[str, str]
 ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.errors import UserError
-from pipelines.settings import EvaluateSettings
+from pipelines.settings.schema import EvaluateSettings
 from pipelines.stages.decode_events import DSPARK, DecodePlan, open_drafters
 from pipelines.stages.workers import on_pool, open_target, session
 from storage.files.filesystems import Folder

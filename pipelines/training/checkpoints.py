@@ -18,7 +18,7 @@ from storage.checkpoints import best_checkpoint, load_checkpoint, newest_checkpo
 
 if TYPE_CHECKING:
     from cluster.engine import TrainEngine
-    from pipelines.settings import TrainSettings
+    from pipelines.settings.schema import TrainSettings
 
 
 class Checkpoints:

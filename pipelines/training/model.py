@@ -24,7 +24,7 @@ from storage.cache.target_cache import TargetCache
 
 if TYPE_CHECKING:
     from dspark.drafter import Drafter
-    from pipelines.settings import TrainSettings
+    from pipelines.settings.schema import TrainSettings
 
 BIGRAM_ROWS = 20_000  # rows whose token statistics choose the draft vocabulary and start the Markov head
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from cluster.engine_settings import DeepSpeedSettings
 from dspark.config import DrafterConfig
-from pipelines.recipes import eagle3_step_decay
 from pipelines.settings import Settings
+from pipelines.settings.recipes import eagle3_step_decay
 from pipelines.target_facts import TargetFacts
 from pipelines.training.batches import SampleIndex, StepPlan
 from storage.cache.target_cache import TargetCache

@@ -19,7 +19,7 @@ from dspark.decoding.target import Target, hash_weights
 from dspark.losses import LossConfig, fused_loss, output_head_of
 from dspark.packing import Sample, pack
 from dspark.starting_weights import build_drafter
-from pipelines.recipes import eagle3_position_decay
+from pipelines.settings.recipes import eagle3_position_decay
 
 VOCABULARY, LAYERS, MASK = 512, (0, 2, 3), 511
 LOSSES = {

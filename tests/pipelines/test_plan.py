@@ -9,7 +9,8 @@ import pytest
 from pipelines.plan import PLANNED, make_plan, plan_text, spread
 from pipelines.progress import Reporter
 from pipelines.run import Run
-from pipelines.settings import HiddenStatesCodec, Settings, TeacherCodec, settings_from_dict
+from pipelines.settings import Settings, settings_from_dict
+from pipelines.settings.schema import HiddenStatesCodec, TeacherCodec
 from storage.codecs.registry import codec_names
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pipelines.errors import UserError
-from pipelines.setting_errors import RENAMED, known_keys
 from pipelines.settings import Settings, load_settings, settings_from_dict
+from pipelines.settings.errors import RENAMED, known_keys
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BASES = {"base.yaml", "paper.yaml"}

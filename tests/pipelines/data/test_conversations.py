@@ -10,7 +10,7 @@ from pipelines.data import conversations
 from pipelines.data.benchmarks import BENCHMARKS, BOXED, open_benchmark
 from pipelines.data.conversations import Prompt, PromptSet, file_sha256, read_jsonl, read_prompts, write_jsonl
 from pipelines.errors import UserError
-from pipelines.settings import PromptSource
+from pipelines.settings.schema import PromptSource
 
 
 def write(folder: Path, *rows: Any, name: str = "prompts.jsonl") -> PromptSource:

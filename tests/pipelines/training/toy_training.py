@@ -21,12 +21,11 @@ from toy_target import write_gguf
 from cluster.engine import _import_deepspeed
 from dspark.decoding.target import Target
 from pipelines.data.gguf_file import convert_llama
-from pipelines.settings import Settings, check_settings
+from pipelines.settings import Settings, settings_from_dict
 from pipelines.stages.train import count_steps
 from pipelines.stages.workers import open_target
 from pipelines.target_facts import TargetFacts, examine_target
 from pipelines.training.task import TrainingTask
-from pipelines.yaml_files import parse_text
 from storage.cache.target_cache import CachePlan, CacheRow, CodecSpec, create_or_resume, finish, write_unit
 
 ROWS, PROMPT, ANSWER = 13, 6, 22
@@ -60,9 +59,7 @@ def toy_settings(folder: Path, target: Path, **train: Any) -> Settings:
         },
         "cache": {"hidden_states_codec": "bf16", "teacher_codec": "bf16"},
     }
-    import json
-
-    return check_settings(parse_text(json.dumps(values), "toy"))
+    return settings_from_dict(values)
 
 
 def make_target(folder: Path) -> Path:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from pipelines.errors import UserError
-from pipelines.yaml_files import COMMAND_LINE, Document, dotted_name
+from pipelines.settings.yaml import COMMAND_LINE, Document, dotted_name
 
 # Keys of earlier versions. A settings file with one is refused, as is the run of an earlier version.
 RENAMED = {

@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipelines.drafter_settings import DrafterSettings, LossSettings
+    from pipelines.settings.schema import DrafterSettings, LossSettings
 
 EAGLE3_STEP_DECAY = 0.8  # weight of an unrolled step, relative to the one before
 
