@@ -34,8 +34,8 @@ def supervised_mask(spans: Sequence[tuple[int, int]], length: int) -> NDArray[np
     return mask
 
 
-def eligible_anchors(supervised: NDArray[np.bool_], *, rule: AnchorRule = "paper") -> NDArray[np.int64]:
-    """Positions at which a block may start, ascending.
+def eligible_anchors(supervised: NDArray[np.bool_], *, rule: AnchorRule = "paper", first: int = 0) -> NDArray[np.int64]:
+    """Positions at which a block may start, ascending, from `first` on (a drafter's `first_anchor`).
 
     `paper`: the anchor and the token after it are supervised. `any_prefix`: the token after it is supervised, which
     also admits the last token of a prompt, a block that a server meets only when it drafts straight from the prompt.
@@ -45,7 +45,8 @@ def eligible_anchors(supervised: NDArray[np.bool_], *, rule: AnchorRule = "paper
         raise ValueError(f"anchor_rule is {rule!r}; allowed: 'paper', 'any_prefix' (option `train.anchor_rule`)")
     next_supervised = supervised[1:]
     eligible = next_supervised & supervised[:-1] if rule == "paper" else next_supervised
-    return np.flatnonzero(eligible).astype(np.int64)
+    positions = np.flatnonzero(eligible).astype(np.int64)
+    return positions[positions >= first]
 
 
 def _mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -65,6 +66,7 @@ def draw_anchors(
     epoch: int,
     sample_id: str,
     rule: AnchorRule = "paper",
+    first: int = 0,
 ) -> NDArray[np.int64]:
     """At most `num_anchors` distinct eligible positions, uniformly at random, ascending.
 
@@ -73,7 +75,7 @@ def draw_anchors(
     """
     if num_anchors < 1:
         raise ValueError(f"num_anchors is {num_anchors}; allowed: 1 or more (option `train.num_anchors`)")
-    eligible = eligible_anchors(supervised, rule=rule)
+    eligible = eligible_anchors(supervised, rule=rule, first=first)
     if len(eligible) <= num_anchors:
         return eligible
     digest = hashlib.blake2b(f"{seed}\x1f{epoch}\x1f{sample_id}".encode(), digest_size=8).digest()

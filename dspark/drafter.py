@@ -28,6 +28,8 @@ class Drafter(nn.Module):
     Parameter names are those of the published layout.
     """
 
+    first_anchor = 0  # the first position of a sequence at which a block may start
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         if config.algorithm == "eagle3":

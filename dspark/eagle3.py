@@ -50,6 +50,7 @@ class Eagle3Drafter(nn.Module):
 
     markov_head = None
     confidence_head = None
+    first_anchor = 1  # a block reads the state before its anchor
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()

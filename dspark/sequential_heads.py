@@ -73,9 +73,14 @@ class SequentialHead(nn.Module):
             for weight in (self.markov_w1.weight, self.markov_w2.weight):
                 weight.register_hook(_without_last_column)
 
+    @property
+    def partly_constant(self) -> tuple[Tensor, ...]:
+        """Parameters with a column that no optimizer may move; they take no weight decay."""
+        return () if self._reserved is None else (self.markov_w1.weight, self.markov_w2.weight)
+
     @torch.no_grad()
     def restore_reserved_column(self) -> None:
-        """Write the reserved column again, should an optimizer (weight decay) have moved it."""
+        """Write the reserved column, in the precision that the weights have now."""
         if self._reserved is not None:
             outside = ~self._reserved.to(self.markov_w2.weight.device)
             self.markov_w1.weight[:, -1] = 1.0

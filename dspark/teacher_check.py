@@ -9,13 +9,18 @@ another position, another text or another target give other tokens more than tha
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dspark.output_head import OutputHead, add_offsets_, teacher_logits
 from dspark.packing import DenseTeacher, PackedBatch
+
+if TYPE_CHECKING:
+    from dspark.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,23 @@ def teacher_agreement(batch: PackedBatch, head: OutputHead, *, slots: int = 512)
         "over_other": labels.roll(len(labels) // 2),
     }
     return Agreement(**{name: _lead(right - at(tokens)) for name, tokens in others.items()})
+
+
+@torch.no_grad()
+def with_own_teacher(batch: PackedBatch, target: Target) -> PackedBatch:
+    """The batch with what the target itself thinks at the anchors, for slot 0 of each block alone."""
+    bounds = batch.sequence_starts.tolist()
+    ids = batch.input_ids.to(target.device)
+    last = torch.cat([target.capture(ids[start:end][None]).last[0] for start, end in pairwise(bounds)])
+    blocks = torch.arange(batch.num_blocks, device=batch.input_ids.device)
+    supervised = batch.supervised.clone()
+    supervised[:, 2:] = False  # slot 1's label is the token after slot 0's
+    return replace(
+        batch,
+        teacher=DenseTeacher(states=last.to(batch.input_ids.device)[batch.block_anchor]),
+        teacher_index=blocks[:, None].expand_as(batch.teacher_index),
+        supervised=supervised,
+    )
 
 
 def constant_acceptance(batch: PackedBatch, head: OutputHead, *, slots: int = 512) -> float:

@@ -2,8 +2,9 @@
 
 One W&B run a stage, one group a pipeline run. The run's id follows from the run directory and the stage's identity, so
 a stage that is taken up again continues its own curves. Steps are logged as `STAGE/step`, which is the x-axis: W&B's
-own counter would drop what a resumed stage logs again. Whatever W&B does, the stage goes on: a failure is said once,
-and the local log keeps everything.
+own counter would drop what a resumed stage logs again. An offline W&B run is a file of one process: a stage that is
+taken up again writes its earlier steps into the new file first. Whatever W&B does, the stage goes on: a failure is said
+once, and the local log keeps everything.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -94,11 +95,27 @@ class Tracker:
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         """Numbers at a step; names such as `train/loss`."""
         self._log.append({"step": step, "time": round(time.time(), 3), **values})
-        self._guarded("log", lambda wandb: wandb.log({f"{self.plan.stage}/step": step, **values}))
+        self._send(step, values)
 
-    def resume_after(self, step: int) -> None:
-        """Work goes on after `step`: what a stopped process logged beyond it is dropped, as it will be logged again."""
-        self._log.keep(lambda row: row.get("step") is None or row["step"] <= step)
+    def resume_after(self, step: int, done: Iterable[tuple[int, Mapping[str, float]]] = ()) -> None:
+        """Work goes on after `step`. `done` holds the numbers of the steps up to there, as `log` would take them.
+
+        What a stopped process logged beyond `step` is dropped, as it will be logged again; what of `done` never reached
+        the curves is added.
+        """
+        kept = [row for row in self._log.rows() if row["step"] is None or row["step"] <= step]
+        known = {(row["step"], name) for row in kept for name in row}
+        missing: list[dict[str, Any]] = [
+            {"step": at, "time": round(time.time(), 3), **values}
+            for at, values in done
+            if at <= step and any((at, name) not in known for name in values)
+        ]
+        rows = sorted(kept + missing, key=lambda row: math.inf if row["step"] is None else row["step"])
+        self._log.rewrite(rows)
+        for row in rows if self.plan.mode == "offline" else missing:
+            if row["step"] is not None:
+                numbers = {name: value for name, value in row.items() if name not in ("step", "time")}
+                self._send(row["step"], numbers)
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Final figures."""
@@ -131,6 +148,9 @@ class Tracker:
         self._log.close()
         self._guarded("finish", lambda run: _within(FINISH_SECONDS, lambda: run.finish(exit_code=int(failed))))
         self._wandb = None
+
+    def _send(self, step: int, values: Mapping[str, float]) -> None:
+        self._guarded("log", lambda run: run.log({f"{self.plan.stage}/step": step, **values}))
 
     def _start(self, _: Any) -> None:
         import wandb
@@ -170,9 +190,22 @@ class Tracker:
 
 
 def read_log(directory: str, log_name: str) -> list[dict[str, Any]]:
-    """The rows of a local log, in order; a last line cut off by a kill is left out."""
+    """The rows of a local log, in order."""
     folder = Folder(directory)
-    return _parse(folder.read(log_name)) if folder.exists(log_name) else []
+    return parse_rows(folder.read(log_name)) if folder.exists(log_name) else []
+
+
+def parse_rows(data: bytes) -> list[dict[str, Any]]:
+    """The rows of JSON lines, each with a `step` that is a whole number or null; damaged lines are left out."""
+    rows = []
+    for line in data.decode(errors="replace").split("\n"):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and (row.setdefault("step", None) is None or type(row["step"]) is int):
+            rows.append(row)
+    return rows
 
 
 class _LocalLog:
@@ -180,9 +213,7 @@ class _LocalLog:
 
     def __init__(self, folder: Folder, name: str) -> None:
         self._folder, self._name = folder, name
-        self._rows = _parse(folder.read(name)) if folder.exists(name) else []
-        self._written = time.monotonic()
-        self._rewrite()
+        self.rewrite(parse_rows(folder.read(name)) if folder.exists(name) else [])
 
     def append(self, row: Mapping[str, Any]) -> None:
         plain = {key: _plain(value) for key, value in row.items()}
@@ -192,26 +223,19 @@ class _LocalLog:
             return
         self._rows.append(plain)
         if time.monotonic() - self._written > REMOTE_SECONDS:
-            self._rewrite()
+            self.rewrite(self._rows)
 
-    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        if self._folder.is_local:
-            self._rows = _parse(self._folder.read(self._name))
-        self._rows = [row for row in self._rows if wanted(row)]
-        self._rewrite()
+    def rows(self) -> list[dict[str, Any]]:
+        return parse_rows(self._folder.read(self._name)) if self._folder.is_local else self._rows
+
+    def rewrite(self, rows: list[dict[str, Any]]) -> None:
+        self._rows = rows
+        self._folder.write(self._name, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        self._written = time.monotonic()
 
     def close(self) -> None:
         if not self._folder.is_local:
-            self._rewrite()
-
-    def _rewrite(self) -> None:
-        self._folder.write(self._name, "".join(json.dumps(row) + "\n" for row in self._rows).encode())
-        self._written = time.monotonic()
-
-
-def _parse(data: bytes) -> list[dict[str, Any]]:
-    lines = data.decode(errors="replace").split("\n")[:-1]  # what follows the last newline was cut off by a kill
-    return [json.loads(line) for line in lines if line]
+            self.rewrite(self._rows)
 
 
 def _plain(value: Any) -> Any:

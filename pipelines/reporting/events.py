@@ -156,21 +156,28 @@ class EventLog:
                 )
             yield name, table
 
-    def append(self, completion: Any, labels: Labels) -> None:
-        """Keep one completion with all its rounds; whole or not at all. Doing it again replaces it."""
+    def append(self, completion: Any, labels: Labels, *, stopwatch: float = 0.0) -> None:
+        """Keep one completion with all its rounds; whole or not at all. Doing it again replaces it.
+
+        `stopwatch`: seconds of decoding since the completion before it, of all rows that were decoded together.
+        """
         rows = completion_table(completion, labels).to_pylist()
         table = event_table(completion, labels).replace_schema_metadata(
-            {"circumstances": self.circumstances, "completion": json.dumps(rows[0])}
+            {
+                "circumstances": self.circumstances,
+                "completion": json.dumps(rows[0]),
+                "stopwatch": json.dumps(stopwatch),
+            }
         )
         write_table(self.folder, f"parts/{completion_key(completion.request_id, labels)}.parquet", table)
 
-    def output_ids(self, request_id: str, labels: Labels) -> list[int] | None:
-        """The answer of a completion that is already there; None when it is not."""
+    def kept(self, request_id: str, labels: Labels) -> tuple[list[int], float] | None:
+        """Answer and stopwatch of a completion that is already there; None when it is not."""
         name = f"parts/{completion_key(request_id, labels)}.parquet"
         if not self.folder.exists(name):
             return None
         metadata = _read(self.folder, name).schema.metadata
-        return list(json.loads(metadata[b"completion"])["output_ids"])
+        return list(json.loads(metadata[b"completion"])["output_ids"]), json.loads(metadata.get(b"stopwatch", b"0"))
 
     def tables(self, keys: Iterable[str] | None = None) -> tuple[pa.Table, pa.Table]:
         """(events, completions), in an order that does not depend on who wrote first.

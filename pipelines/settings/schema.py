@@ -5,9 +5,10 @@ A default stands here and nowhere else; where it is the paper's value, the YAML 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections import Counter
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from pipelines.plugins import load_texts, plugin_texts
 from pipelines.settings.recipes import require_fitting_loss
@@ -15,6 +16,20 @@ from pipelines.settings.recipes import require_fitting_loss
 Positive = Annotated[int, Field(ge=1, le=2**53)]  # what JSON, and a reader in any language, keeps whole
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+_Values = TypeVar("_Values", bound=tuple[object, ...])
+
+
+def _each_once(values: _Values) -> _Values:
+    """Files and figures are named by such values, numbers to six digits: two that read alike would be one."""
+    counts = Counter(f"{value + 0.0:g}" if isinstance(value, float) else str(value) for value in values)
+    if repeated := [text for text, count in counts.items() if count > 1]:
+        raise ValueError(
+            f"{', '.join(repeated)} stands there more than once; each value is measured once: leave it out"
+        )
+    return values
+
+
+Distinct = AfterValidator(_each_once)  # of a list
 Algorithm = Literal["dspark", "dflash", "eagle3"]
 HiddenStatesCodec = Literal["auto", "projected", "transform", "int8", "fp8", "bf16-planes", "bf16"]
 TeacherCodec = Literal["auto", "corrected", "recomputed", "sparse", "transform", "int8", "fp8", "bf16-planes", "bf16"]
@@ -150,11 +165,9 @@ class PilotSettings(Section):
     share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1  # of the conversations, spread evenly
     min_conversations: Positive = 24  # or all, where there are fewer
     max_tokens: Positive = 1_000_000  # but no more than these
-    algorithms: tuple[Algorithm, ...] = ()  # none: the drafter's own
+    algorithms: Annotated[tuple[Algorithm, ...], Distinct] = ()  # none: the drafter's own
     num_train_epochs: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None  # null: train.num_train_epochs
-    min_steps: Positive = (
-        96  # by more epochs, but no more steps than the training has; not where num_train_epochs is set
-    )
+    min_steps: Positive = 96  # by more epochs, but no more steps than training has; not where num_train_epochs is set
     max_steps: Positive | None = None  # null: train.max_steps
     global_batch_size: Positive = 32  # or the training's, where that is smaller: few conversations, many steps
     prior: NonNegative = 0.1  # weight of a projection that looks at all channels alike
@@ -291,8 +304,8 @@ class CalibrateSettings(Section):
     # temperature: the paper's sequential temperature scaling; affine: a shift a slot as well
     method: Literal["temperature", "affine"] = "temperature"
     # Of the decodings. Sampled text is read with the nearest table; greedy text only with one of temperature 0.
-    temperatures: Annotated[tuple[NonNegative, ...], Field(min_length=1)] = (1.0,)
-    seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0,)  # above temperature 0
+    temperatures: Annotated[tuple[NonNegative, ...], Field(min_length=1), Distinct] = (1.0,)
+    seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1), Distinct] = (0,)  # where T > 0
     max_new_tokens: Positive = 2048
     batch_size: Positive = 16
     num_workers: Positive = 1
@@ -318,7 +331,7 @@ class StepCostSettings(Section):
     """
 
     table: str | None = None  # a step-cost JSON measured elsewhere; null: measured here
-    tokens: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+    tokens: Annotated[tuple[Positive, ...], Field(min_length=1), Distinct] = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
     row_tokens: Positive = 4  # of them in a row: the anchor and its drafts
     context: Positive = 256  # tokens that each row holds already
     repeats: Positive = 3  # the best of so many
@@ -331,8 +344,8 @@ class ServingSettings(Section):
     """
 
     temperature: NonNegative | None = None  # one of evaluate.temperatures; null: the last of them
-    users: tuple[Positive, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    measured_users: tuple[Positive, ...] = (1, 4, 16)
+    users: Annotated[tuple[Positive, ...], Distinct] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    measured_users: Annotated[tuple[Positive, ...], Distinct] = (1, 4, 16)
     max_new_tokens: Positive = 64  # of a measured request
     static_length: Annotated[int, Field(ge=1)] = 3
     threshold: Share = 0.5
@@ -341,8 +354,8 @@ class ServingSettings(Section):
 class EvaluateSettings(Section):
     """Speculative decoding of the evaluation prompts, beside plain decoding."""
 
-    temperatures: tuple[NonNegative, ...] = (0.0, 1.0)
-    seeds: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
+    temperatures: Annotated[tuple[NonNegative, ...], Field(min_length=1), Distinct] = (0.0, 1.0)
+    seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1), Distinct] = (0,)
     max_new_tokens: Positive = 2048
     batch_size: Positive = 16
     num_workers: Positive = 1
@@ -360,8 +373,6 @@ class EvaluateSettings(Section):
 
     @model_validator(mode="after")
     def _policy_has_its_number(self) -> EvaluateSettings:
-        if not self.temperatures or not self.seeds:
-            raise ValueError("temperatures and seeds need at least one value each")
         if self.policy == "static" and self.static_length is None:
             raise ValueError("policy static needs evaluate.static_length")
         if self.policy == "threshold" and self.threshold is None:
@@ -381,7 +392,9 @@ class PublishSettings(Section):
 
     name: str | None = None  # null: made from the target's and the algorithm's names
     dtype: Literal["float32", "bfloat16"] | None = None  # of the weights; null: the target's
-    engines: tuple[str, ...] = ()  # that take the embedding's output (-1) as a captured layer, where one is captured
+    engines: Annotated[
+        tuple[str, ...], Distinct
+    ] = ()  # that take the embedding's output (-1) as a captured layer, where one is captured
     speculators: bool = False  # the same drafter in the layout of `speculators`, in published/speculators
     repository: str | None = None  # a Hugging Face repository to upload to; null: no upload
     private: bool = True

@@ -243,18 +243,20 @@ class DecodeWorker:
                     skipped[prompt.prompt_id] = why
                     continue
                 # An earlier process may have finished some prompts of this unit.
-                if (done := self.log.output_ids(request.request_id, labels_of(unit, prompt, turn))) is not None:
-                    said[prompt.prompt_id].append(self._answer(done))
+                if (kept := self.log.kept(request.request_id, labels_of(unit, prompt, turn))) is not None:
+                    said[prompt.prompt_id].append(self._answer(kept[0]))
+                    tokens, seconds = tokens + len(kept[0]), seconds + kept[1]
                     continue
                 asked[request.request_id] = prompt
                 requests.append(request)
             began = time.perf_counter()
             for completion in decoder.generate(requests):
-                seconds += time.perf_counter() - began
+                took = time.perf_counter() - began
+                seconds += took
                 prompt = asked[completion.request_id]
                 tokens += len(completion.output_ids)
                 said[prompt.prompt_id].append(self._answer(completion.output_ids))
-                self.log.append(completion, labels_of(unit, prompt, turn))
+                self.log.append(completion, labels_of(unit, prompt, turn), stopwatch=took)
                 began = time.perf_counter()
         record = {
             "drafter": unit.decoding,

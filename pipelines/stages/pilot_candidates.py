@@ -141,7 +141,12 @@ class FeatureJudge:
         for conversation, row in zip(conversations, self._rows, strict=True):
             mask = supervised_mask(conversation.spans, len(conversation.input_ids))
             anchors = draw_anchors(
-                mask, ANCHORS, seed=worker.settings.run.seed, epoch=0, sample_id=conversation.sample_id
+                mask,
+                ANCHORS,
+                seed=worker.settings.run.seed,
+                epoch=0,
+                sample_id=conversation.sample_id,
+                first=self._drafters[pilot].first_anchor,
             )
             if not len(anchors):
                 continue

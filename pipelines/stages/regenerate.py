@@ -195,9 +195,42 @@ def make_request(request_id: str, ids: list[int], max_new_tokens: int, facts: Ta
 
 
 def read_conversations(folder: Folder) -> Iterator[dict[str, Any]]:
-    """The rows of `train.jsonl`, in order."""
-    for line in folder.read(TRAIN).splitlines():
-        yield json.loads(line)
+    """The rows of `train.jsonl`, in order. Raises UserError at a damaged line."""
+    for number, line in enumerate(folder.read(TRAIN).splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            damage = _damage(row)
+        except (ValueError, RecursionError) as error:
+            damage = f"not valid JSON ({error})"
+        if damage is not None:
+            raise UserError(
+                f"{folder.describe(TRAIN)}:{number}: {damage}; restore the file, or set `complete` to false in "
+                "stages/regenerate.json: `dspark regenerate CONFIG` then joins it anew from its parts"
+            )
+        yield row
+
+
+def _damage(row: Any) -> str | None:
+    """Why this is no row of TRAIN; None if it is one."""
+    if not isinstance(row, dict):
+        return "not a JSON object"
+    for key in ("id", "domain"):
+        if not isinstance(row.get(key), str):
+            return f"`{key}` is {row.get(key)!r:.40}, not a text"
+    for key in ("prompt_ids", "response_ids"):
+        ids = row.get(key)
+        if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
+            return f"`{key}` is {ids!r:.40}, not a list of token ids"
+    said = row.get("conversations")
+    texts = isinstance(said, list) and all(
+        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+        for turn in said
+    )
+    if not texts:
+        return f"`conversations` is {said!r:.40}, not a list of messages"
+    if missing := sorted({"thinking", "finish_reason"} - row.keys()):
+        return f"it lacks `{missing[0]}`"
+    return None
 
 
 def _new_row(prompt: Prompt, settings: Settings, facts: TargetFacts) -> dict[str, Any]:

@@ -225,27 +225,32 @@ def weights_identity(start: str) -> str:
 
 @contextmanager
 def _following(folder: Path, task: Task, reporter: Reporter, tracker: Tracker | None, start: int) -> Iterator[None]:
-    """Show the newest line of the log every second, say its warnings, and hand new lines to the tracker."""
+    """Show the newest line of the log every second, say its warnings, and hand new lines to the tracker.
+
+    The tracker first gets the lines up to the checkpoint that a stopped process had no time to hand over.
+    """
     from pipelines.training.log import HELD_OUT, LOG, read_log
 
     stop = threading.Event()
     names = {LOG: "train", HELD_OUT: "held_out"}
     last = dict.fromkeys(names, start)
+
+    def numbers(name: str, line: dict[str, Any]) -> dict[str, float]:
+        return {f"{names[name]}/{key}": value for key, value in line.items() if isinstance(value, int | float)}
+
     if tracker is not None:
-        tracker.resume_after(start)
+        lines = [(line["step"], numbers(name, line)) for name in names for line in read_log(folder / name)]
+        tracker.resume_after(start, lines)
 
     def show() -> None:
-        for name, prefix in names.items():
+        for name in names:
             new = [line for line in read_log(folder / name) if line["step"] > last[name]]
             for line in new:
                 last[name] = line["step"]
                 for warning in line.get("warnings", ()):
                     reporter.say(f"warning: {warning}")
                 if tracker is not None:
-                    numbers = {
-                        f"{prefix}/{key}": value for key, value in line.items() if isinstance(value, int | float)
-                    }
-                    tracker.log(numbers, step=line["step"])
+                    tracker.log(numbers(name, line), step=line["step"])
             if new and name == LOG:
                 loss = new[-1]["loss"]  # None after nothing but skipped steps
                 tau = new[-1].get("tau_probabilistic", 0.0)

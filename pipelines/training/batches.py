@@ -95,6 +95,7 @@ class StepPlan:
     global_batch_size: int
     num_anchors: int
     anchor_rule: str
+    first_anchor: int = 0  # the drafter's
     block_size: int
     position_decay: float
     pack_budget: int
@@ -140,7 +141,15 @@ class StepPlan:
         """A sample's supervision mask and the anchors of this epoch."""
         mask = supervised_mask(self.index.spans[row], self.index.lengths[row])
         name, rule = self.index.sample_ids[row], self.anchor_rule
-        chosen = draw_anchors(mask, self.num_anchors, seed=self.seed, epoch=epoch, sample_id=name, rule=rule)  # type: ignore[arg-type]
+        chosen = draw_anchors(
+            mask,
+            self.num_anchors,
+            seed=self.seed,
+            epoch=epoch,
+            sample_id=name,
+            rule=rule,  # type: ignore[arg-type]
+            first=self.first_anchor,
+        )
         return mask, chosen
 
     def _batches(self, epoch: int) -> list[np.ndarray]:

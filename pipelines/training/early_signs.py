@@ -10,10 +10,11 @@ ValueError; what may be meant is said once, as a warning in the log.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dspark.anchors import eligible_anchors, supervised_mask
-from dspark.teacher_check import constant_acceptance, teacher_agreement
+from dspark.teacher_check import Agreement, constant_acceptance, teacher_agreement
 
 if TYPE_CHECKING:
     from dspark.output_head import OutputHead
@@ -28,7 +29,7 @@ def check_masks(plan: StepPlan) -> list[str]:
     """Warnings. ValueError if no block can start anywhere."""
     index = plan.index
     usable = sum(
-        len(eligible_anchors(supervised_mask(spans, length), rule=plan.anchor_rule)) > 0  # type: ignore[arg-type]
+        len(eligible_anchors(supervised_mask(spans, length), rule=plan.anchor_rule, first=plan.first_anchor)) > 0  # type: ignore[arg-type]
         for spans, length in zip(index.spans, index.lengths, strict=True)
     )
     if not usable:
@@ -45,29 +46,45 @@ def check_masks(plan: StepPlan) -> list[str]:
     return []
 
 
-def check_teacher(batch: PackedBatch, head: OutputHead) -> list[str]:
-    """Warnings. ValueError if the teacher speaks of other tokens than those it stands beside."""
+def check_teacher(
+    batch: PackedBatch, head: OutputHead, targets_own: Callable[[PackedBatch], PackedBatch] | None = None
+) -> list[str]:
+    """Warnings. ValueError if the teacher speaks of other tokens than those it stands beside.
+
+    `targets_own` gives the batch with what the target itself thinks at the anchors (`teacher_check.with_own_teacher`).
+    It is asked only where something looks wrong: an untrained target, say, repeats what it has read.
+    """
     found = teacher_agreement(batch, head)
     if found is None:
         return []
-    shifted = {"before": found.over_previous, "after": found.over_next}
-    for place, lead in shifted.items():
-        if lead.negative and -lead.mean > found.over_other.mean:
-            raise ValueError(
-                f"the cache's teacher gives the token {place} the one that it should predict {-lead.mean:.2f} nats "
-                "more than that one: states and tokens are out of step by a position; build the cache again"
-            )
-    if found.over_other.negative:
-        raise ValueError(
-            f"the cache's teacher gives the text's tokens {-found.over_other.mean:.2f} nats less than tokens taken "
-            "from elsewhere in it: its states are of another text or another target; build the cache again"
-        )
+    if (fault := _fault(found)) is not None:
+        own = None if targets_own is None else teacher_agreement(targets_own(batch), head)
+        its_fault = None if own is None else _fault(own)
+        if its_fault is None or its_fault[0] != fault[0]:
+            raise ValueError(fault[1])
+        return []
     if not found.over_other.positive:
         return [
             "the cache's teacher gives the text's own tokens no more probability than others of it (by "
             f"{found.over_other.mean:.3f} +- {found.over_other.error:.3f} nats): was it built for this text and target?"
         ]
     return []
+
+
+def _fault(found: Agreement) -> tuple[str, str] | None:
+    """What is wrong with a teacher that agrees so with its text, and its message; None if nothing is."""
+    for place, lead in (("before", found.over_previous), ("after", found.over_next)):
+        if lead.negative and -lead.mean > found.over_other.mean:
+            return place, (
+                f"the cache's teacher gives the token {place} the one that it should predict {-lead.mean:.2f} nats "
+                "more than that one: states and tokens are out of step by a position; build the cache again"
+            )
+    if found.over_other.negative:
+        return "other", (
+            f"the cache's teacher gives the text's tokens {-found.over_other.mean:.2f} nats less than tokens taken "
+            "from elsewhere in it: its states are of another text or another target; build the cache again"
+        )
+    return None
 
 
 class EarlySigns:
@@ -78,12 +95,13 @@ class EarlySigns:
         plan: StepPlan,
         batch: PackedBatch,
         head: OutputHead,
+        targets_own: Callable[[PackedBatch], PackedBatch] | None = None,
         *,
         warmup_steps: int,
         first: int,
         first_line: int,
     ) -> None:
-        found = [*check_masks(plan), *check_teacher(batch, head)]
+        found = [*check_masks(plan), *check_teacher(batch, head, targets_own)]
         self._found = found if first < first_line else []
         self.baseline = constant_acceptance(batch, head)
         self._due = max(FIRST_STEPS, 2 * warmup_steps)

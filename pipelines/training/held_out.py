@@ -10,7 +10,6 @@ import torch
 
 from dspark.losses import add_sums, metrics_of
 from pipelines.training.log import HELD_OUT, JsonLines, over_ranks
-from pipelines.training.task import step_plan
 
 if TYPE_CHECKING:
     from cluster.engine import TrainEngine
@@ -23,7 +22,7 @@ class HeldOut:
     """Losses, expected accepted length and confidence errors of the held-out conversations, in `held-out.jsonl`."""
 
     def __init__(self, task: TrainingTask, engine: TrainEngine, loader: Loader, index: SampleIndex, first: int) -> None:
-        plan = replace(step_plan(task.settings, index, 1), global_batch_size=len(index), shuffle_window=None)
+        plan = replace(loader.plan, index=index, total_steps=1, global_batch_size=len(index), shuffle_window=None)
         self._step = plan.step(0, rank=engine.rank, ranks=engine.world_size)
         if not self._step.normalizer:
             raise ValueError(

@@ -12,6 +12,7 @@ from torch import distributed
 
 from cluster.engine import StepResult
 from dspark.losses import add_sums, metrics_of
+from pipelines.tracking import parse_rows
 
 LOG, HELD_OUT = "log.jsonl", "held-out.jsonl"
 
@@ -90,16 +91,8 @@ def train_line(step: int, epoch: int, tally: Tally, result: StepResult, memory_b
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a training log; a line cut off by a kill is left out."""
-    if not path.exists():
-        return []
-    lines = []
-    for text in path.read_text().split("\n")[:-1]:
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            break
-    return lines
+    """The lines of a training log; a damaged one (a kill cut it off) is left out."""
+    return [row for row in parse_rows(path.read_bytes()) if row["step"] is not None] if path.exists() else []
 
 
 def training_rows(folder: Path) -> list[dict[str, Any]]:

@@ -25,6 +25,9 @@ from dspark.checkpoint import save_drafter
 from dspark.contract import Contract
 from dspark.losses import LossConfig, add_sums
 from dspark.manifest import new_folder
+from dspark.packing import PackedBatch
+from dspark.teacher_check import with_own_teacher
+from pipelines.stages.workers import open_target
 from pipelines.training.batches import Pack, SampleIndex, Step
 from pipelines.training.checkpoints import Checkpoints
 from pipelines.training.early_signs import EarlySigns, check_masks
@@ -60,7 +63,7 @@ def train_rank(config: dict[str, Any]) -> None:
 
     checkpoints = Checkpoints(engine, output, train)
     first, tally = checkpoints.resume()
-    plan = step_plan(task.settings, trained, task.total_steps)
+    plan = step_plan(task.settings, trained, task.total_steps, module.drafter.first_anchor)
     dtype = torch.float32 if train.precision == "float32" else torch.bfloat16
     reader = PackReader(
         dtype=dtype,
@@ -201,7 +204,13 @@ def _early_signs(
     packs = (planned for number in range(plan.total_steps) for planned in plan.step(number).packs if planned.rows)
     batch = loader.now(next(packs, None) or plan.smallest_pack()).to(engine.device)
     warmup = math.ceil(train.warmup_ratio * task.total_steps)
-    return EarlySigns(plan, batch, module.head, warmup_steps=warmup, first=first, first_line=train.logging_steps)
+
+    def targets_own(batch: PackedBatch) -> PackedBatch:
+        return with_own_teacher(batch, open_target(task.settings, task.facts))
+
+    return EarlySigns(
+        plan, batch, module.head, targets_own, warmup_steps=warmup, first=first, first_line=train.logging_steps
+    )
 
 
 def _publish(task: TrainingTask, engine: TrainEngine, module: BlockLoss, contract: Contract) -> None:

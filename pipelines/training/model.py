@@ -119,15 +119,23 @@ def speed_up(drafter: Drafter, settings: TrainSettings) -> None:
 def parameter_groups(module: BlockLoss, layer_decay: float) -> list[dict[str, Any]]:
     """Optimizer groups whose learning rate falls by `layer_decay` a layer from the heads down to the projection `fc`.
 
-    A warm start keeps what the lower layers know: they move least. 1 makes one group.
+    A warm start keeps what the lower layers know: they move least. 1 is one learning rate for all. What no gradient
+    reaches takes no weight decay either: parameters with a constant column, and a confidence head without its loss.
     """
-    depth = len(module.drafter.layers) + 1
-    levels: dict[int, list[nn.Parameter]] = {}
-    for name, parameter in module.drafter.named_parameters():
+    drafter = module.drafter
+    depth = len(drafter.layers) + 1
+    still = {id(parameter) for parameter in (drafter.markov_head.partly_constant if drafter.markov_head else ())}
+    if drafter.confidence_head is not None and not module.config.confidence:
+        still |= {id(parameter) for parameter in drafter.confidence_head.parameters()}
+    groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
+    for name, parameter in drafter.named_parameters():
         part, *rest = name.split(".")
         level = int(rest[0]) + 1 if part == "layers" else 0 if part in ("fc", "hidden_norm") else depth
-        levels.setdefault(0 if layer_decay == 1 else depth - level, []).append(parameter)
-    return [{"params": members, "lr_scale": layer_decay**below} for below, members in sorted(levels.items())]
+        groups.setdefault((0 if layer_decay == 1 else depth - level, id(parameter) in still), []).append(parameter)
+    return [
+        {"params": members, "lr_scale": layer_decay**below, **({"weight_decay": 0.0} if constant else {})}
+        for (below, constant), members in sorted(groups.items(), key=lambda item: item[0])
+    ]
 
 
 def _supervised_pairs(cache: TargetCache) -> tuple[Tensor, Tensor]:

@@ -72,7 +72,7 @@ def engine_settings(settings: Settings) -> DeepSpeedSettings:
     )
 
 
-def step_plan(settings: Settings, index: SampleIndex, total_steps: int) -> StepPlan:
+def step_plan(settings: Settings, index: SampleIndex, total_steps: int, first_anchor: int = 0) -> StepPlan:
     train = settings.train
     return StepPlan(
         index=index,
@@ -80,6 +80,7 @@ def step_plan(settings: Settings, index: SampleIndex, total_steps: int) -> StepP
         global_batch_size=train.global_batch_size,
         num_anchors=train.num_anchors,
         anchor_rule=train.anchor_rule,
+        first_anchor=first_anchor,
         block_size=settings.drafter.block_size,
         position_decay=train.loss.position_decay,
         pack_budget=train.max_tokens_per_micro_batch,

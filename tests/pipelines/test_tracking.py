@@ -3,14 +3,18 @@
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pipelines.tracking import Tracker, TrackerPlan, WandbMode, read_log, wandb_mode
+from pipelines.tracking import Tracker, TrackerPlan, WandbMode, parse_rows, read_log, wandb_mode
 
 
 def plan(folder: Path, mode: WandbMode = "disabled") -> TrackerPlan:
@@ -51,6 +55,46 @@ def test_a_resumed_stage_leaves_no_gap_and_no_repeat(tmp_path: Path) -> None:
     assert steps(tmp_path) == list(range(1, 10))
 
 
+def test_steps_that_a_stopped_stage_had_no_time_to_log_are_added_when_it_goes_on(tmp_path: Path) -> None:
+    """Killed with steps 1, 2 and 5 in the local log; the work is at 4. The line of step 3 is torn."""
+    with Tracker(plan(tmp_path)) as tracker:
+        for step in (1, 2, 3, 5):
+            tracker.log({"train/x": step}, step=step)
+        tracker.log({"held_out/x": 2.5}, step=2)
+    path = tmp_path / "logs/train-1.jsonl"
+    path.write_text(path.read_text().replace('"train/x": 3', '"train/'))
+    done = [(step, {"train/x": step}) for step in range(1, 7)]
+    done += [(step, {"held_out/x": step + 0.5}) for step in (2, 4, 6)]
+    with Tracker(plan(tmp_path)) as tracker:
+        tracker.resume_after(4, done)
+        tracker.log({"train/x": 5}, step=5)
+    rows = read_log(str(tmp_path), "logs/train-1.jsonl")
+    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
+    found = [(row["step"], name, row[name]) for row in rows for name in row if "/" in name]
+    assert sorted(found) == sorted(
+        [(step, "train/x", step) for step in range(1, 6)] + [(step, "held_out/x", step + 0.5) for step in (2, 4)]
+    )
+
+
+NOISE = ("[1]", '{"step": -1.5}', '{"step": "3"}', "1" * 5000, "[" * 10**5, "null", '{"step": true}')
+
+
+@given(place=st.integers(0, 10**6), new=st.binary(min_size=1, max_size=60), noise=st.lists(st.sampled_from(NOISE)))
+def test_of_a_damaged_log_every_row_is_read_that_is_whole(place: int, new: bytes, noise: list[str]) -> None:
+    rows = [{"step": step, "x": step / 3} for step in range(8)] + [{"step": None, "summary": {"a": 1}}]
+    data = "".join(f"{line}\n" for line in [*noise, *map(json.dumps, rows)]).encode()
+    assert parse_rows(data) == rows
+    place = len(data) - 300 + place % 300 if len(data) > 300 else place % len(data)
+    end = min(place + len(new), len(data))
+    damaged = data[:place] + new[: end - place].replace(b"\n", b" ") + data[end:]
+    first, last = data.count(b"\n", 0, place) - len(noise), data.count(b"\n", 0, end) - len(noise)
+    found = parse_rows(damaged)
+    assert all(row["step"] is None or type(row["step"]) is int for row in found)
+    assert [row for number, row in enumerate(rows) if not first <= number <= last] == [
+        row for row in found if row in rows[: max(first, 0)] + rows[max(last + 1, 0) :]
+    ]
+
+
 def test_a_line_cut_off_by_a_kill_is_dropped(tmp_path: Path) -> None:
     with Tracker(plan(tmp_path)) as tracker:
         tracker.log({"x": 1}, step=1)
@@ -79,6 +123,48 @@ def test_wandb_offline_writes_one_run_a_stage_that_can_be_resumed(
     found = sorted(path.name for path in (tmp_path / "logs/wandb").rglob("run-*.wandb"))
     assert found
     assert set(found) == {"run-train-1.wandb"}
+
+
+def wandb_records(data: bytes) -> Iterator[bytes]:
+    """The records of a W&B file, a LevelDB log after 7 bytes: blocks of 32 KB, chunks of checksum, length, kind."""
+    place, whole = 7, b""
+    while place + 7 <= len(data):
+        if (left := 32768 - place % 32768) < 7:
+            place += left
+            continue
+        length, kind = struct.unpack("<HB", data[place + 4 : place + 7])
+        whole += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # all of a record, or its last chunk
+            yield whole
+            whole = b""
+
+
+@pytest.mark.slow
+def test_an_offline_run_that_goes_on_shows_the_earlier_steps_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What W&B itself reads in the newest of its files, which is what `wandb sync` sends."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for name in ("CONFIG", "CACHE", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
+    with Tracker(plan(tmp_path, "offline")) as tracker:
+        for step in (1, 2, 3):
+            tracker.log({"train/x": float(step)}, step=step)
+    done = [(step, {"train/x": float(step)}) for step in (1, 2, 3, 4)]
+    with Tracker(plan(tmp_path, "offline")) as tracker:
+        tracker.resume_after(4, done)
+        tracker.log({"train/x": 5.0}, step=5)
+    newest = max((tmp_path / "logs/wandb").rglob("run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    curve = []
+    for data in wandb_records(newest.read_bytes()):
+        record = Record()
+        record.ParseFromString(data)
+        items = {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
+        if items:
+            curve.append((items["train/step"], items["train/x"]))
+    assert curve == [(step, float(step)) for step in (1, 2, 3, 4, 5)]
 
 
 class _Broken:

@@ -97,6 +97,24 @@ def test_step_costs_are_measured_at_every_temperature(costs: dict[float, dict[st
         table_identity(str(tmp_path / "none.json"))
 
 
+def test_a_kill_before_the_record_loses_neither_tokens_nor_seconds(plan: DecodePlan, tmp_path: Path) -> None:
+    own = replace(plan, folder=str(tmp_path))
+    (unit,) = cut(PROMPTS, variant=DSPARK, temperature=0.0, seed=0, split="evaluation", rows=4)
+    record = tmp_path / unit.file
+    DecodeWorker(own).run(unit)
+    before = json.loads(record.read_text())
+    assert before["tokens"] > 0 < before["seconds"]
+    record.unlink()
+    DecodeWorker(own).run(unit)
+    assert json.loads(record.read_text()) == {**before, "seconds": pytest.approx(before["seconds"])}
+    record.unlink()
+    sorted((tmp_path / "parts").iterdir())[0].unlink()  # one answer was not there yet
+    DecodeWorker(own).run(unit)
+    again = json.loads(record.read_text())
+    assert again["tokens"] == before["tokens"]
+    assert again["seconds"] > 0
+
+
 @pytest.mark.parametrize("policy", ["static", "threshold", "scheduler", "two-steps-behind"])
 def test_a_policy_is_what_decodes(
     plan: DecodePlan, costs: dict[float, dict[str, Any]], policy: str, tmp_path: Path

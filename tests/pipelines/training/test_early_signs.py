@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from dspark.target import Target
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dspark.anchors import draw_anchors, supervised_mask
 from dspark.output_head import OutputHead
 from dspark.packing import DenseTeacher, PackedBatch, Sample, SparseTeacher, pack
-from dspark.teacher_check import constant_acceptance
+from dspark.teacher_check import constant_acceptance, with_own_teacher
 from pipelines.training.batches import SampleIndex, StepPlan
 from pipelines.training.early_signs import EarlySigns, check_masks, check_teacher
 
@@ -52,6 +55,36 @@ def test_a_teacher_of_the_text_passes(weight: torch.Tensor, sparse: bool):
 def test_a_teacher_one_position_off_is_refused(weight: torch.Tensor, shift: int, place: str, sparse: bool):
     with pytest.raises(ValueError, match=f"the token {place} .*out of step by a position"):
         check_teacher(batch_of(weight, shift=shift, sparse=sparse), OutputHead.create(weight))
+
+
+def test_an_untrained_target_that_repeats_what_it_reads_is_no_fault():
+    """Tied and random, it gives the token just read the most: so does a teacher of the position before."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.2))
+    target = Target(model, target_layer_ids=(0,), name="tied")
+    ids = torch.randint(0, 97, (1, LENGTH), generator=torch.Generator().manual_seed(5))
+    last = target.capture(ids).last[0]
+    head = OutputHead.create(target.lm_head.weight)
+
+    def batch(shift: int) -> PackedBatch:
+        positions = torch.arange(SPAN[0] - 1, SPAN[1] - 1)
+        sample = Sample(
+            sample_id="one",
+            input_ids=ids[0],
+            spans=[SPAN],
+            features=torch.zeros(LENGTH, 1),
+            teacher_positions=positions,
+            teacher=DenseTeacher(states=last[(positions + shift).clamp(max=LENGTH - 1)]),
+        )
+        return pack([sample], [np.arange(SPAN[0], SPAN[1] - 1)], BLOCK)
+
+    with pytest.raises(ValueError, match="the token before"):
+        check_teacher(batch(0), head)
+    assert check_teacher(batch(0), head, lambda found: with_own_teacher(found, target)) == []
+    with pytest.raises(ValueError, match="the token after"):  # the target itself does not do that
+        check_teacher(batch(2), head, lambda found: with_own_teacher(found, target))
 
 
 def test_a_teacher_of_another_text_is_told(weight: torch.Tensor):

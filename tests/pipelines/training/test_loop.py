@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy_training import ROWS, Toy, start, train, wait
+from toy_training import EVERYTHING, ROWS, Toy, start, train, wait
 
+from dspark.eagle3 import Eagle3Drafter
+from pipelines.training.batches import SampleIndex
 from pipelines.training.log import HELD_OUT, LOG, read_log
 from pipelines.training.loop import FINAL
-from pipelines.training.task import TrainingTask
+from pipelines.training.task import TrainingTask, step_plan
 from storage.checkpoints import complete_checkpoints, load_checkpoint, newest_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -80,7 +82,7 @@ def killed(task: TrainingTask, ranks: int, step: int) -> TrainingTask:
 
 def test_a_kill_and_a_resume_are_not_seen_in_weights_state_or_log(toy: Toy, straight: TrainingTask):
     """Killed at step 4 of 6 (counted from 1), with the last checkpoint after step 3: bit-equal."""
-    task = killed(toy.task("killed", checkpoint_every=3, log_every=1), ranks=1, step=4)
+    task = killed(toy.task("killed", save_steps=3, logging_steps=1), ranks=1, step=4)
     assert [info.step for info in complete_checkpoints(task.output)] == [3]
     assert [line["step"] for line in log(task)] == [1, 2, 3, 4]
     train(task)
@@ -92,9 +94,9 @@ def test_a_kill_and_a_resume_are_not_seen_in_weights_state_or_log(toy: Toy, stra
 
 def test_lines_of_the_log_that_span_a_resume_tell_of_all_their_steps(toy: Toy):
     """A line every 4 steps, a checkpoint every 3: the first line spans the resume at step 3."""
-    undisturbed = toy.task("line-undisturbed", log_every=4, checkpoint_every=3)
+    undisturbed = toy.task("line-undisturbed", logging_steps=4, save_steps=3)
     train(undisturbed)
-    task = killed(toy.task("line-killed", log_every=4, checkpoint_every=3), ranks=1, step=3)
+    task = killed(toy.task("line-killed", logging_steps=4, save_steps=3), ranks=1, step=3)
     train(task)
     assert [line["step"] for line in log(task)] == [4, 6]
     assert log(task) == log(undisturbed)
@@ -131,10 +133,15 @@ def test_other_ranks_stages_packs_and_workers_go_on_with_the_same_training(
     toy: Toy, straight: TrainingTask, ranks: int, stage: int, then_ranks: int, then_stage: int
 ):
     name = f"moved-{stage}-{then_stage}"
-    task = killed(toy.task(name, ranks=ranks, zero_stage=stage, checkpoint_every=3), ranks, step=3)
+    task = killed(toy.task(name, num_workers=ranks, zero_stage=stage, save_steps=3), ranks, step=3)
     workers = 1 if then_stage == 3 else 0
     resumed = toy.task(
-        name, ranks=then_ranks, zero_stage=then_stage, checkpoint_every=3, pack_budget=40, loader_workers=workers
+        name,
+        num_workers=then_ranks,
+        zero_stage=then_stage,
+        save_steps=3,
+        max_tokens_per_micro_batch=40,
+        dataloader_num_workers=workers,
     )
     train(resumed, then_ranks)
     assert farthest(task, straight) < 1e-4
@@ -146,7 +153,9 @@ def test_other_ranks_stages_packs_and_workers_go_on_with_the_same_training(
 
 
 def test_the_best_is_kept_and_published_where_asked(toy: Toy):
-    task = toy.task("best", publish="best", keep_last=1, checkpoint_every=1, checkpoint_in_background=True)
+    task = toy.task(
+        "best", load_best_model_at_end=True, save_total_limit=1, save_steps=1, checkpoint_in_background=True
+    )
     train(task)
     scores = {line["step"]: line["tau_probabilistic"] for line in log(task, HELD_OUT)}
     assert list(scores) == [1, 2, 3, 4, 5, 6]
@@ -172,6 +181,34 @@ def test_checkpointing_and_bf16_change_what_they_should(toy: Toy, straight: Trai
     for name, weight in state(task).items():
         if name.startswith("weight/"):
             torch.testing.assert_close(weight, exact[name], atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize(("optimizer", "stage"), [("adamw", 1), ("adam", 0)])
+def test_weight_decay_leaves_the_reserved_column_alone(toy: Toy, optimizer: str, stage: int):
+    task = toy.task(f"decay-{optimizer}", optimizer=optimizer, zero_stage=stage, weight_decay=0.5, max_steps=3)
+    train(task)
+    weights = state(task)
+    first, second = (weights[f"weight/drafter.markov_head.markov_{name}.weight"][:, -1] for name in ("w1", "w2"))
+    assert torch.equal(first, torch.ones_like(first))
+    assert (second == 0).sum() == 128
+    assert (second == -1e4).sum() == len(second) - 128
+
+
+def test_eagle3_trains_on_a_conversation_that_is_supervised_from_its_first_token(toy: Toy):
+    drafter = {"algorithm": "eagle3", "num_draft_layers": 1}
+    task = toy.task(
+        "eagle3", drafter=drafter, validation_samples=0, anchor_rule="any_prefix", num_anchors=99, max_steps=4
+    )
+    cache = task.open_cache()
+    assert cache.spans(EVERYTHING)[0][0] == 0
+    train(task)  # an epoch
+    plan = step_plan(task.settings, SampleIndex.of(cache), 4, Eagle3Drafter.first_anchor)
+    packs = [planned for number in range(4) for planned in plan.step(number).packs]
+    (anchors,) = [
+        a for planned in packs for row, a in zip(planned.rows, planned.anchors, strict=True) if row == EVERYTHING
+    ]
+    assert anchors.tolist() == list(range(1, int(cache.lengths[EVERYTHING]) - 1))
+    assert log(task)[-1]["loss"] > 0
 
 
 def not_finite_from(step: int) -> Callable[[], None]:

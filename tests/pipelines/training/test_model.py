@@ -50,7 +50,22 @@ def test_learning_rates_fall_from_the_heads_to_the_projection(toy: Toy):
     assert scales["layers.1.mlp.up_proj.weight"] == 0.5
     assert scales["layers.0.self_attn.q_proj.weight"] == 0.25
     assert scales["fc.weight"] == scales["hidden_norm.weight"] == 0.125
-    assert [group["lr_scale"] for group in parameter_groups(module, 1.0)] == [1.0]
+    assert {group["lr_scale"] for group in parameter_groups(module, 1.0)} == {1.0}
+
+
+def test_what_no_gradient_reaches_takes_no_weight_decay(toy: Toy):
+    def still(loss: LossConfig, **drafter: Any) -> set[str]:
+        task = toy.task("still", drafter=drafter)
+        module = BlockLoss(make_drafter(task, task.open_cache()), loss)
+        names = {id(parameter): name for name, parameter in module.drafter.named_parameters()}
+        groups = parameter_groups(module, 0.5)
+        return {names[id(p)] for group in groups if group.get("weight_decay") == 0 for p in group["params"]}
+
+    markov = {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}
+    confidence = {"confidence_head.proj.weight", "confidence_head.proj.bias"}
+    assert still(LossConfig()) == markov
+    assert still(LossConfig(confidence=0.0)) == markov | confidence
+    assert still(LossConfig(), draft_vocab_size=None) == set()
 
 
 @pytest.mark.slow

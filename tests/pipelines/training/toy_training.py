@@ -29,10 +29,10 @@ from pipelines.training.task import TrainingTask
 from storage.cache.target_cache import CachePlan, CacheRow, CodecSpec, create_or_resume, finish, write_unit
 
 ROWS, PROMPT, ANSWER = 13, 6, 22
-UNSUPERVISED, ONE_TOKEN = 3, 4  # rows without a supervised token, and with a single one
+UNSUPERVISED, ONE_TOKEN, EVERYTHING = 3, 4, 5  # rows of which no token, a single one, and all are supervised
 
 
-def toy_settings(folder: Path, target: Path, **train: Any) -> Settings:
+def toy_settings(folder: Path, target: Path, *, drafter: dict[str, Any] | None = None, **train: Any) -> Settings:
     """Six steps over 13 conversations in batches of 4: the last batch of an epoch has one."""
     values = {
         "run": {"directory": str(folder)},
@@ -43,6 +43,7 @@ def toy_settings(folder: Path, target: Path, **train: Any) -> Settings:
             "markov_rank": 4,
             "draft_vocab_size": 128,
             "target_layer_ids": [-1, 0],
+            **(drafter or {}),
         },
         "train": {
             "max_steps": 6,
@@ -82,12 +83,13 @@ def make_cache(root: Path, settings: Settings, facts: TargetFacts) -> None:
     rows = []
     for number in range(ROWS):
         length = PROMPT + ANSWER - number % 5
+        start = 0 if number == EVERYTHING else PROMPT
         end = {UNSUPERVISED: PROMPT, ONE_TOKEN: PROMPT + 1}.get(number, length)
         rows.append(
             CacheRow(
                 sample_id=f"toy-{number}",
                 input_ids=ids[number, :length],
-                spans=[(PROMPT, end)] if end > PROMPT else [],
+                spans=[(start, end)] if end > start else [],
                 features=captured.features[number, :length].unflatten(-1, (len(facts.target_layer_ids), -1)),
                 last=captured.last[number, :length],
             )
