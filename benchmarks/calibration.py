@@ -10,16 +10,25 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dspark.calibration import BINS, DEFAULT_GRID, calibration_errors
-from pipelines.reporting.calibrations import cross_validated, noise_floor
-from pipelines.reporting.events import columns, read_events
-from pipelines.reporting.figures import round_table
+from dspark.calibration import (
+    BINS,
+    DEFAULT_GRID,
+    METHODS,
+    Floats,
+    calibration_errors,
+    fit_table,
+    read_table,
+    survival,
+)
+from pipelines.evaluation.figures import noise_floor, round_table
+from pipelines.evaluation.round_log import columns, read_events
 
 
 def main() -> None:
@@ -44,6 +53,23 @@ def main() -> None:
         floor = noise_floor(table, chances)
         by_slot = " | ".join(f"{error:.2%}" for error in errors)
         print(f"| {name} | {np.nanmean(errors):.2%} | {floor:.2%} | {by_slot} |")
+
+
+def cross_validated(rows: Mapping[str, np.ndarray], grid: Floats, bins: int, folds: int = 10) -> dict[str, Floats]:
+    """Survivals [R, G] by method, each round's from a table that was fitted without its prompt.
+
+    The prompts are dealt to the folds at random, by a fixed seed.
+    """
+    prompts, owner = np.unique(rows["prompt_id"], return_inverse=True)
+    fold = np.random.default_rng(0).permutation(len(prompts))[owner] % folds
+    logits = rows["confidence_logits"].astype(np.float64)
+    found = {name: survival(logits) for name in ("none", *METHODS)}
+    for number in np.unique(fold):
+        own = fold == number
+        table = fit_table({name: values[~own] for name, values in rows.items()}, 1.0, grid, bins)
+        for method in METHODS:
+            found[method][own] = read_table(table, method).survival(logits[own])
+    return found
 
 
 if __name__ == "__main__":

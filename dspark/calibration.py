@@ -6,7 +6,9 @@ accepted given that all before it were; its survival is a_k = c_1 ... c_k (secti
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -230,63 +232,6 @@ def _minimise(
     return found
 
 
-@dataclass(frozen=True)
-class StepFunction:
-    """A non-decreasing map of probabilities: value i holds up to bound i, linear between block centres."""
-
-    x: Floats
-    y: Floats
-
-    def __call__(self, p: ArrayLike) -> Floats:
-        return np.asarray(np.interp(np.asarray(p, dtype=np.float64), self.x, self.y))
-
-
-def fit_isotonic(p: ArrayLike, y: ArrayLike) -> StepFunction:
-    """Isotonic regression of outcomes [n] on probabilities [n] (pool adjacent violators), as a map to interpolate."""
-    chances, outcomes = _pairs(p, y)
-    if len(chances) == 0:
-        raise CalibrationError("isotonic regression needs at least one outcome")
-    xs, index = np.unique(chances, return_inverse=True)
-    weight = np.bincount(index).astype(np.float64)
-    mean = np.bincount(index, outcomes) / weight
-    blocks: list[list[float]] = []  # [value, weight, weighted x]
-    for x, value, w in zip(xs, mean, weight, strict=True):
-        blocks.append([value, w, w * x])
-        while len(blocks) > 1 and blocks[-2][0] >= blocks[-1][0]:
-            value2, w2, x2 = blocks.pop()
-            value1, w1, x1 = blocks.pop()
-            blocks.append([(value1 * w1 + value2 * w2) / (w1 + w2), w1 + w2, x1 + x2])
-    table = np.array(blocks)
-    return StepFunction(table[:, 2] / table[:, 1], table[:, 0])
-
-
-@dataclass(frozen=True)
-class IsotonicCalibration:
-    """One isotonic map a slot, of the conditional confidence: a variant to compare temperatures with."""
-
-    maps: tuple[StepFunction, ...]
-
-    def survival(self, confidence_logits: ArrayLike) -> Floats:
-        """Confidence logits [R, G] to survival probabilities [R, G]."""
-        confidence = sigmoid(confidence_logits)
-        columns = [self.maps[slot](confidence[:, slot]) for slot in range(confidence.shape[1])]
-        return np.asarray(np.cumprod(np.stack(columns, axis=1), axis=1))
-
-
-def fit_isotonic_calibration(
-    confidence_logits: ArrayLike, accepted: ArrayLike, reached: ArrayLike, *, minimum: int = MINIMUM_OUTCOMES
-) -> IsotonicCalibration:
-    """Fit each slot's map on the rounds that reached it; with fewer than `minimum` of them it is the identity."""
-    confidence = sigmoid(confidence_logits)
-    took, got_to = np.asarray(accepted, dtype=bool), np.asarray(reached, dtype=bool)
-    identity = StepFunction(np.array([0.0, 1.0]), np.array([0.0, 1.0]))
-    maps = []
-    for slot in range(confidence.shape[1]):
-        use = got_to[:, slot]
-        maps.append(fit_isotonic(confidence[use, slot], took[use, slot]) if use.sum() >= minimum else identity)
-    return IsotonicCalibration(tuple(maps))
-
-
 def calibration_errors(survivals: ArrayLike, accepted: ArrayLike, reached: ArrayLike, bins: int = BINS) -> Floats:
     """Expected calibration error of a_k for each slot [G]; survivals, accepted, reached are [R, G]."""
     chances = np.asarray(survivals, dtype=np.float64)
@@ -297,3 +242,109 @@ def calibration_errors(survivals: ArrayLike, accepted: ArrayLike, reached: Array
             for slot in range(chances.shape[1])
         ]
     )
+
+
+# The record: a table for each decoding temperature
+
+
+@dataclass(frozen=True)
+class SlotCalibration:
+    """What is done to the confidence logits: (logit - shift) / temperature, by slot."""
+
+    temperatures: tuple[float, ...]
+    shifts: tuple[float, ...] | None = None
+
+    def logits(self, confidence_logits: ArrayLike) -> Floats:
+        return calibrated_logits(confidence_logits, self.temperatures, self.shifts)
+
+    def survival(self, confidence_logits: ArrayLike) -> Floats:
+        return survival(confidence_logits, self.temperatures, self.shifts)
+
+
+METHODS = ("temperature", "affine")
+
+
+def fit_table(rounds: Mapping[str, NDArray[Any]], temperature: float, grid: ArrayLike, bins: int) -> dict[str, Any]:
+    """What every method fits on the rounds of one decoding temperature, as JSON values.
+
+    rounds: `confidence_logits`, `accepted` and `reached`, [R, G] each. The result has `temperatures` (sequential
+    temperature scaling) and `affine` (`temperatures` and `shifts`).
+    """
+    logits = rounds["confidence_logits"].astype(np.float64)
+    accepted, reached = rounds["accepted"], rounds["reached"]
+    fitted = fit_sequential_temperatures(logits, accepted, reached, grid, bins=bins)
+    scales, shifts = fit_affine(logits, accepted, reached)
+    after = {
+        "none": survival(logits),
+        "temperature": survival(logits, fitted),
+        "affine": survival(logits, scales, shifts),
+    }
+    errors = {name: calibration_errors(chances, accepted, reached, bins) for name, chances in after.items()}
+    return {
+        "temperature": temperature,
+        "rounds": len(logits),
+        "temperatures": fitted.tolist(),
+        "affine": {"temperatures": scales.tolist(), "shifts": shifts.tolist()},
+        # JSON has no NaN; a slot without an outcome has no error.
+        "ece_on_fitted_rounds": {
+            name: [float(error) if np.isfinite(error) else None for error in values] for name, values in errors.items()
+        },
+    }
+
+
+def read_table(table: Mapping[str, Any], method: str) -> SlotCalibration:
+    """How a table reads confidences by one of METHODS."""
+    if method == "affine":
+        return SlotCalibration(tuple(table["affine"]["temperatures"]), tuple(table["affine"]["shifts"]))
+    return SlotCalibration(tuple(table["temperatures"]))
+
+
+def table_for(record: Mapping[str, Any], temperature: float) -> Mapping[str, Any] | None:
+    """The table fitted at the decoding temperature nearest to this one; None when there is none of its kind.
+
+    Greedy text and sampled text are of two kinds: what is accepted in one says little of the other, and a table of the
+    wrong kind makes confidences worse.
+    """
+    if "tables" not in record:
+        return record
+    alike = [table for table in record["tables"] if (table["temperature"] > 0) == (temperature > 0)]
+    return min(alike, key=lambda table: abs(float(table["temperature"]) - temperature), default=None)
+
+
+def slot_calibration(record: Mapping[str, Any] | None, temperature: float) -> SlotCalibration | None:
+    """How the record's method reads confidences of a decoding at this temperature; None when not calibrated."""
+    if not record or record.get("temperatures") is None:
+        return None
+    table = table_for(record, temperature)
+    return None if table is None else read_table(table, str(record.get("method")))
+
+
+def without_harm(record: Mapping[str, Any], judged: Mapping[float, Mapping[str, float | None]]) -> dict[str, Any]:
+    """The record as it may be published: what made the calibration error worse than no calibration is taken back.
+
+    judged: ECE by method ("none" among them) at each decoding temperature, on prompts that nothing was fitted on. A
+    method whose mean ECE over the temperatures that read a table is above that of "none" gets temperature 1 and shift
+    0 in that table, and its name and both errors are noted in the table's `taken_back`.
+    """
+    tables = []
+    for table in record.get("tables", [record]):
+        readers = [errors for at, errors in judged.items() if table_for(record, at) is table]
+        kept = dict(table)
+        for method in METHODS:
+            pairs = [(errors.get("none"), errors.get(method)) for errors in readers]
+            known = np.array([pair for pair in pairs if None not in pair], dtype=np.float64).reshape(-1, 2)
+            before, after = known.mean(axis=0) if len(known) else (0.0, 0.0)
+            if after <= before:
+                continue
+            ones = [1.0] * len(table["temperatures"])
+            if method == "affine":
+                kept["affine"] = {"temperatures": ones, "shifts": [0.0] * len(ones)}
+            else:
+                kept["temperatures"] = ones
+            note = {"ece_before": float(before), "ece_after": float(after)}
+            kept["taken_back"] = {**kept.get("taken_back", {}), method: note}
+        tables.append(kept)
+    if "tables" not in record:
+        return tables[0]
+    # What engines read is the last table's.
+    return {**record, "tables": tables, "temperatures": tables[-1]["temperatures"]}

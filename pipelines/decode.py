@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.data.chat import render_prompt, thinks
 from pipelines.errors import UserError
-from pipelines.reporting.samples import Decode, piece
+from pipelines.evaluation.samples import Decode, piece
 from pipelines.run import Run
 from pipelines.settings import Settings
 

@@ -23,12 +23,12 @@ def model_card(
     report: Mapping[str, Any] | None,
     gates: Mapping[str, Any],
     *,
+    calibration: Mapping[str, Any] | None = None,
     license: str | None,
-    shifted: bool = False,
 ) -> str:
     """README.md with YAML front matter. Figures come from the report; without one the card says so.
 
-    shifted: the report's confidences were read with a shift a slot as well, which no engine does.
+    calibration: the record that the temperatures come from; its method may shift logits too, which no engine does.
     """
     front = _front_matter(contract, license, report)
     lines = ["---", yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip(), "---", "", f"# {name}", ""]
@@ -62,7 +62,8 @@ def model_card(
             f"The confidence head's logit of each slot is divided by its temperature: {shown} "
             "(`temperatures.json`; `sglang_temperatures.json` is the same table as SGLang reads it).",
         ]
-        if shifted:
+        lines += _taken_back(calibration or {})
+        if (calibration or {}).get("method") == "affine":
             lines += [
                 "",
                 "The report's calibrated figures use a shift a slot too (`affine` in `temperatures.json`), which "
@@ -147,4 +148,18 @@ def _measured(report: Mapping[str, Any] | None) -> list[str]:
     warnings = [flag["text"] for flag in report["flags"] if flag["level"] == "warning"]
     if warnings:
         lines += ["", *[f"- **Warning.** {text}" for text in warnings]]
+    return lines
+
+
+def _taken_back(calibration: Mapping[str, Any]) -> list[str]:
+    """What made the calibration error worse on the evaluation prompts, and so is published as no calibration."""
+    lines = []
+    for table in calibration.get("tables", [calibration]):
+        for method, errors in table.get("taken_back", {}).items():
+            lines += [
+                "",
+                f"The `{method}` table of temperature {table['temperature']:g} is published as no calibration: on the "
+                f"evaluation prompts it raised the calibration error from {errors['ece_before']:.2%} to "
+                f"{errors['ece_after']:.2%}.",
+            ]
     return lines

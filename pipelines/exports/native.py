@@ -120,7 +120,7 @@ def _write(publication: Publication, staging: Path) -> None:
         p.report,
         results,
         license=p.license,
-        shifted=(p.calibration or {}).get("method") == "affine",
+        calibration=p.calibration,
     )
     (staging / "README.md").write_text(card)
 

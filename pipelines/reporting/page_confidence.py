@@ -13,7 +13,6 @@ METHODS = {
     "none": "none",
     "temperature": "temperature a slot",
     "affine": "temperature and shift",
-    "isotonic": "isotonic",
 }
 
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipelines.reporting import figures, quality
-from pipelines.reporting.events import COMPLETION_SCHEMA, EVENT_SCHEMA
+from pipelines.evaluation import figures, quality
+from pipelines.evaluation.round_log import COMPLETION_SCHEMA, EVENT_SCHEMA
+from pipelines.evaluation.samples import Decode, sample_texts
 from pipelines.reporting.markdown import render_markdown
 from pipelines.reporting.page import render_page
-from pipelines.reporting.samples import Decode, sample_texts
 from storage.files.filesystems import Folder
 
 SCHEMA = "dspark-report/2"
@@ -34,14 +34,14 @@ MOST_POINTS = 300
 class ReportInputs:
     """What a report is made of. Everything but the events may be empty; its section then says so.
 
-    events, completions: tables of pipelines.reporting.events, all drafters and temperatures together.
+    events, completions: tables of pipelines.evaluation.round_log, all drafters and temperatures together.
     target, drafter: facts to name ("name", "revision", "parameters" …; "block_size", "markov_head_type" …).
-    calibration: the record that `calibrate` leaves (pipelines.reporting.calibrations); None when not calibrated.
+    calibration: the record that `calibrate` leaves (dspark.calibration); None when not calibrated.
     training: rows of the training log, each with "step" and numbers.
     cache: what `TargetCache.info()` returns.
     conversations: result of `conversation_summary`, or the manifest of the conversations.
     timings: stopwatch records {"drafter", "temperature", "tokens", "seconds", "max_rows"}.
-    serving: what `pipelines.reporting.serving.serving` returns; None without step costs.
+    serving: what `pipelines.evaluation.serving.serving` returns; None without step costs.
     prompts: text of the prompts by request id, for the samples. decode: token ids to text.
     """
 

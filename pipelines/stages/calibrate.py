@@ -2,7 +2,7 @@
 
 1. Decode the calibration prompts with the drafter at each temperature, every slot verified, and keep every round.
 2. Fit one table a decoding temperature, on its rounds alone: a temperature a slot, left to right; beside it the
-   variants that it is compared with (a shift as well, isotonic maps, temperatures by domain).
+   variant that it is compared with (a shift as well).
 3. Write `temperatures.json`, with the errors on the very rounds it was fitted on, named so: the evaluation judges.
 """
 
@@ -38,8 +38,8 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `calibration/`."""
     import numpy as np
 
-    from pipelines.reporting.calibrations import fit_table
-    from pipelines.reporting.events import columns, read_events
+    from dspark.calibration import fit_table
+    from pipelines.evaluation.round_log import columns, read_events
 
     wanted = settings.calibrate
     folder = Folder(run.location("calibrate"))

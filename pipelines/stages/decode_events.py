@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines.data.chat import render_prompt, thinks
 from pipelines.data.conversations import Message, Prompt, prompt_from_row, read_jsonl
 from pipelines.errors import UserError
-from pipelines.reporting.events import EventLog, Labels
+from pipelines.evaluation.round_log import EventLog, Labels
 from pipelines.settings import Settings
 from pipelines.stages.regenerate import make_request
 from pipelines.stages.workers import on_pool, open_target, session
@@ -199,7 +199,7 @@ def prompt_request(
 
 def calibration_options(plan: DecodePlan, temperature: float | None) -> dict[str, Any]:
     """The decoder's options for confidences of DSpark at a decoding temperature; empty for other drafters (None)."""
-    from pipelines.reporting.calibrations import slot_calibration
+    from dspark.calibration import slot_calibration
 
     found = None if temperature is None else slot_calibration(plan.calibration, temperature)
     return {} if found is None else {"temperatures": found.temperatures, "shifts": found.shifts}

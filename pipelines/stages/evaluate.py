@@ -55,8 +55,8 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `evaluation/`."""
-    from pipelines.reporting import figures
-    from pipelines.reporting.events import read_events
+    from pipelines.evaluation import figures
+    from pipelines.evaluation.round_log import read_events
 
     wanted = settings.evaluate
     folder = Folder(run.location("evaluate"))

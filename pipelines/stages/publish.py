@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ def check(settings: Settings) -> None:
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `published/`."""
+    from dspark.calibration import without_harm
     from dspark.checkpoint import load_drafter
     from dspark.contract import Contract
     from pipelines.exports.native import Publication, publish_native
@@ -52,6 +54,8 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     probe = next(read_conversations(Folder(run.location("regenerate"))))
     summary = run.directory.read_json("run.json") or {}
     name = settings.publish.name or f"{settings.drafter.algorithm}-{facts.name.split('/')[-1].split(':')[-1]}"
+    calibration = read_calibration(run)
+    report = json.loads(Folder(run.location("report")).read("report.json"))
     manifest = publish_native(
         Publication(
             name=name,
@@ -59,8 +63,8 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
             target=target,
             contract=Contract.from_dict(facts.contract(settings, with_block=True)),
             probe_ids=(probe["prompt_ids"] + probe["response_ids"])[:512],
-            calibration=read_calibration(run),
-            report=json.loads(Folder(run.location("report")).read("report.json")),
+            calibration=None if calibration is None else without_harm(calibration, judged_errors(report)),
+            report=report,
             license=settings.publish.license,
             speculators=settings.publish.speculators,
             engines=settings.publish.engines,
@@ -77,3 +81,11 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
             HubSettings(repo_id=settings.publish.repository, private=settings.publish.private),
         )
     return {"folder": run.location("publish"), "name": name, "files": sorted(manifest["files"])}
+
+
+def judged_errors(report: Mapping[str, Any]) -> dict[float, dict[str, float | None]]:
+    """The report's ECE by decoding temperature and calibration method, on the evaluation prompts."""
+    return {
+        row["temperature"]: {method["method"]: method["ece"] for method in row["methods"]}
+        for row in report["confidence"]
+    }

@@ -32,7 +32,7 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `report/`."""
     from dspark.decoding.target import open_tokenizer
-    from pipelines.reporting.events import read_completions, read_events
+    from pipelines.evaluation.round_log import read_completions, read_events
     from pipelines.reporting.report import ReportInputs, build_report, conversation_summary, decoder_of, write_report
     from pipelines.stages.decode_events import read_split
     from pipelines.stages.regenerate import read_conversations
@@ -76,10 +76,10 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
 
 def _serving(settings: Settings, evaluation: Folder, calibration: dict[str, Any] | None) -> dict[str, Any] | None:
     """The serving comparison, from recorded rounds and step costs; None when the evaluation has no step costs."""
+    from dspark.calibration import slot_calibration
     from dspark.decoding.step_costs import StepCosts
-    from pipelines.reporting.calibrations import slot_calibration
-    from pipelines.reporting.events import read_events
-    from pipelines.reporting.serving import serving
+    from pipelines.evaluation.round_log import read_events
+    from pipelines.evaluation.serving import serving
     from pipelines.stages.serving import FOLDER
     from pipelines.stages.step_costs import read_step_costs, serving_temperature
 

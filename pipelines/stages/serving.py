@@ -15,8 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipelines.data.conversations import Prompt
-from pipelines.reporting.events import EventLog, Labels
-from pipelines.reporting.serving import policies_of, split_of
+from pipelines.evaluation.round_log import EventLog, Labels
+from pipelines.evaluation.serving import policies_of, split_of
 from pipelines.settings import Settings
 from pipelines.stages.decode_events import (
     DSPARK,
@@ -132,7 +132,7 @@ class ServingWorker:
         from dspark.decoding.proposers import NoDrafts
         from dspark.decoding.scheduling import FullBlock
         from dspark.decoding.step_costs import StepCosts
-        from pipelines.reporting.serving import length_policy
+        from pipelines.evaluation.serving import length_policy
 
         if name == "none":
             return NoDrafts(), FullBlock()

@@ -14,8 +14,6 @@ from dspark.calibration import (
     calibration_errors,
     expected_calibration_error,
     fit_affine,
-    fit_isotonic,
-    fit_isotonic_calibration,
     fit_sequential_temperatures,
     outcomes_known,
     reliability_bins,
@@ -46,12 +44,6 @@ def test_temperatures_are_recovered() -> None:
     for slot in range(4):
         order = np.argsort(logits[:, slot])
         assert (np.diff(sigmoid(logits[order, slot] / found[slot])) >= 0).all()
-
-
-def test_isotonic_calibrates_too() -> None:
-    fitted = fit_isotonic_calibration(*synthetic(40_000, seed=3))
-    logits, accepted, reached = synthetic(40_000, seed=4)
-    assert calibration_errors(fitted.survival(logits), accepted, reached).mean() < 0.02
 
 
 def test_slots_without_data_keep_temperature_one() -> None:
@@ -85,9 +77,6 @@ def test_measures_against_plain_loops(data: list[tuple[int, bool]]) -> None:
     ]
     assert auroc(p, y) == pytest.approx(np.mean(wins) if wins else float("nan"), nan_ok=True)
     assert reliability_bins(p, y).counts.sum() == len(data)
-    steps = fit_isotonic(p, y)
-    assert (np.diff(steps.y) > 0).all()
-    assert np.mean((steps(p) - y) ** 2) <= np.mean((np.mean(y) - np.array(y)) ** 2) + 0.25
 
 
 def test_errors_say_what_is_wrong() -> None:

@@ -19,7 +19,7 @@ from dspark.config import DrafterConfig
 from dspark.decoding.decoder import Completion, Decoder, Request, SamplingConfig
 from dspark.decoding.target import Target
 from dspark.drafter import Drafter
-from pipelines.reporting.events import EventLog, Labels
+from pipelines.evaluation.round_log import EventLog, Labels
 from pipelines.run import Run
 from pipelines.settings import load_settings
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from dspark.calibration import SlotCalibration
 from dspark.decoding.rounds import Completion, RoundEvent
 from dspark.decoding.step_costs import CostTable, StepCosts
-from pipelines.reporting.calibrations import SlotCalibration
-from pipelines.reporting.events import COMPLETION_SCHEMA, EVENT_SCHEMA, Labels, completion_table, event_table
+from pipelines.evaluation.round_log import COMPLETION_SCHEMA, EVENT_SCHEMA, Labels, completion_table, event_table
+from pipelines.evaluation.serving import serving, split_of
 from pipelines.reporting.report import ReportInputs, build_report, conversation_summary
-from pipelines.reporting.serving import serving, split_of
 
 TEXT = (
     "The little bicycle stood by the river and nobody knew whose it was . In the morning a child came , looked at it "

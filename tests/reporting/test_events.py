@@ -8,7 +8,7 @@ import pytest
 from synthetic_events import labels, simulate
 
 from dspark.decoding.rounds import RoundEvent
-from pipelines.reporting.events import (
+from pipelines.evaluation.round_log import (
     EVENT_SCHEMA,
     EventLog,
     EventsMismatch,

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_events import evaluation, labels, simulate
 
-from pipelines.reporting import figures
-from pipelines.reporting.events import (
+from pipelines.evaluation import figures
+from pipelines.evaluation.round_log import (
     COMPLETION_SCHEMA,
     EVENT_SCHEMA,
     Labels,

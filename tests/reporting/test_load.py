@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from synthetic_events import COSTS, LOADS, evaluation, full_report, served, serving_figures
 
+from dspark.calibration import SlotCalibration
 from dspark.decoding.scheduling import threshold
 from dspark.serving import mean_field
-from pipelines.reporting.calibrations import SlotCalibration
-from pipelines.reporting.events import EVENT_SCHEMA
+from pipelines.evaluation.round_log import EVENT_SCHEMA
+from pipelines.evaluation.serving import conditional, measured_points, recording_of
 from pipelines.reporting.page_serving import serving as section
-from pipelines.reporting.serving import conditional, measured_points, recording_of
 
 
 def test_measured_points_against_plain_counting() -> None:

@@ -10,7 +10,7 @@ from headless_browser import Browser, find_browser
 from synthetic_events import LOADS, full_report, labels, simulate
 from test_load import page_threshold
 
-from pipelines.reporting.events import completion_table, event_table
+from pipelines.evaluation.round_log import completion_table, event_table
 from pipelines.reporting.report import ReportInputs, build_report, write_report
 
 CONTRAST = """

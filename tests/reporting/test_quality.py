@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.reporting import quality
+from pipelines.evaluation import quality
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pyarrow as pa
 import pytest
 from synthetic_events import conversations, decode, full_inputs, full_report, labels, simulate, training_log
 
-from pipelines.reporting.events import COMPLETION_SCHEMA, EVENT_SCHEMA, completion_table, event_table
+from pipelines.evaluation.round_log import COMPLETION_SCHEMA, EVENT_SCHEMA, completion_table, event_table
+from pipelines.evaluation.samples import piece, sample_texts
 from pipelines.reporting.report import (
     MOST_POINTS,
     SCHEMA,
@@ -20,7 +21,6 @@ from pipelines.reporting.report import (
     training_curves,
     write_report,
 )
-from pipelines.reporting.samples import piece, sample_texts
 from pipelines.reporting.terms import TERMS
 
 DOCS = Path(__file__).parents[2] / "docs"

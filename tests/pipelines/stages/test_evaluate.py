@@ -19,8 +19,8 @@ from dspark.decoding.target import Target
 from dspark.starting_weights import build_drafter
 from pipelines.data.conversations import Prompt
 from pipelines.errors import UserError
-from pipelines.reporting.events import read_completions, read_events
-from pipelines.reporting.serving import measured_points
+from pipelines.evaluation.round_log import read_completions, read_events
+from pipelines.evaluation.serving import measured_points
 from pipelines.settings import load_settings
 from pipelines.stages.decode_events import DSPARK, FULL, DecodePlan, DecodeWorker, cut
 from pipelines.stages.evaluate import decodings

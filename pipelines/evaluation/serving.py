@@ -12,13 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dspark.calibration import Floats, survival
+from dspark.calibration import Floats, SlotCalibration, survival
 from dspark.decoding.scheduling import LengthPolicy, StaticLength, policy_named
 from dspark.decoding.step_costs import StepCosts
 from dspark.serving import Recording, load_point, replay
-from pipelines.reporting.calibrations import SlotCalibration
-from pipelines.reporting.events import columns
-from pipelines.reporting.figures import MAIN
+from pipelines.evaluation.figures import MAIN
+from pipelines.evaluation.round_log import columns
 
 WITHOUT_CONFIDENCE = ("none", "one-slot", "static", "full")
 WITH_CONFIDENCE = ("threshold", "scheduler", "two-steps-behind")

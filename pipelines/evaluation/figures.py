@@ -17,9 +17,18 @@ import pyarrow as pa
 
 from dspark import acceptance
 from dspark.acceptance import DRAWS, Estimate, RoundTable
-from dspark.calibration import outcomes_known, reliability_bins, survival
-from pipelines.reporting.calibrations import compared, slot_calibration
-from pipelines.reporting.events import columns
+from dspark.calibration import (
+    METHODS,
+    Floats,
+    expected_calibration_error,
+    outcomes_known,
+    read_table,
+    reliability_bins,
+    slot_calibration,
+    survival,
+    table_for,
+)
+from pipelines.evaluation.round_log import columns
 
 MEAN = "mean"
 MAIN = "dspark"
@@ -205,10 +214,44 @@ def confidence(events: pa.Table, calibration: Mapping[str, Any] | None) -> list[
         after = table if used is None else replace(table, confidence_logits=used.logits(table.confidence_logits))
         for moment, seen in (("before", table), ("after", after)):
             record |= _quality(seen, moment)
-        record["methods"] = compared(table, rows["domain"], calibration, temperature) if calibration else []
+        record["methods"] = calibration_methods(table, calibration, temperature) if calibration else []
         record["thresholds"] = _sweep(after)
         records.append(record)
     return records
+
+
+def calibration_methods(table: RoundTable, record: Mapping[str, Any], temperature: float) -> list[dict[str, Any]]:
+    """Every method of the record, on rounds that it was not fitted on: mean over slots of ECE, Brier and AUROC.
+
+    Uncalibrated confidences ("none") are always among them.
+    """
+    fitted = table_for(record, temperature)
+    logits = table.confidence_logits
+    survivals = {"none": survival(logits)}
+    if fitted is not None:
+        own = [method for method in METHODS if method == "temperature" or method in fitted]
+        survivals |= {method: read_table(fitted, method).survival(logits) for method in own}
+    rows = []
+    for method, chances in survivals.items():
+        by_slot = acceptance.confidence_quality(table, survivals=chances, draws=1)
+        means = {name: _mean([getattr(slot, name).value for slot in by_slot]) for name in ("ece", "brier", "auroc")}
+        rows.append({"method": method, **means, "ece_floor": noise_floor(table, chances)})
+    return rows
+
+
+def noise_floor(table: RoundTable, chances: Floats, draws: int = 20) -> float | None:
+    """The mean ECE that these very survivals [R, G] would show, with so few rounds, if they were exactly right."""
+    rng = np.random.default_rng(0)
+    use = table.with_confidence
+    _, known = outcomes_known(table.accepted[use], table.reached[use])
+    errors = []
+    for _ in range(draws):
+        # One number a round: survival of later slots then implies that of earlier ones.
+        lived = rng.random((int(use.sum()), 1)) < chances[use]
+        for slot in np.flatnonzero(known.any(axis=0)):
+            seen = known[:, slot]
+            errors.append(expected_calibration_error(chances[use][seen, slot], lived[seen, slot]))
+    return _mean(errors)
 
 
 def _quality(table: RoundTable, moment: str) -> dict[str, Any]:
