@@ -11,26 +11,41 @@ import hashlib
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field, with_config
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from typing_extensions import TypedDict
 
-from storage.cache.records import CacheCorrupt, seal, unseal
+from storage.cache.records import seal, unseal
+from storage.cache.schema import STRICT, Count, Sha256, checked, parse_json
+from storage.errors import CheckpointCorrupt, StorageCorrupt, StorageError
 from storage.files.filesystems import TEMPORARY_SUFFIX, Folder, full_disk_named, sync_folder, temporary_name
+from storage.files.names import path_inside
 
 COMPLETE, TENSORS, STATE = "COMPLETE.json", "tensors.safetensors", "state.json"
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-(\d{8,18})")
 
 
-class CheckpointCorrupt(ValueError):
-    """A checkpoint's files are not those that were written."""
+class _File(TypedDict):
+    bytes: Count
+    sha256: Sha256
+
+
+@with_config(STRICT)
+class _Record(TypedDict):
+    step: Count
+    metric: Annotated[float, Field(allow_inf_nan=False)] | None
+    files: dict[str, _File]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +70,7 @@ class Checkpoint:
 
 def checkpoint_name(step: int) -> str:
     if step < 0:
-        raise ValueError(f"step = {step}: a checkpoint's step is 0 or more")
+        raise StorageError(f"step = {step}: a checkpoint's step is 0 or more")
     return f"step-{step:08d}"
 
 
@@ -117,7 +132,7 @@ def adopt_folder(
     """
     root, folder = Path(root), Path(folder)
     if metric is not None and not math.isfinite(metric):
-        raise ValueError(
+        raise StorageError(
             f"metric = {metric} of checkpoint {step} is not finite; pass None to leave it out of the ranking"
         )
     files = {}
@@ -149,17 +164,27 @@ def complete_checkpoints(root: str | PathLike[str]) -> list[CheckpointInfo]:
     found = []
     for path in root.iterdir() if root.is_dir() else ():
         match = _NAME.fullmatch(path.name)
-        record = _record(path) if match else None
+        record = _complete_record(path) if match else None
         if record is not None and match is not None and record["step"] == int(match[1]):
             found.append(CheckpointInfo(path=path, step=record["step"], metric=record["metric"]))
     return sorted(found, key=lambda info: info.step)
 
 
-def _record(path: Path) -> dict[str, Any] | None:
+def _record(path: Path) -> dict[str, Any]:
+    """The checkpoint's COMPLETE.json, every name in it inside the folder. StorageCorrupt, or FileNotFoundError."""
+    source = str(path / COMPLETE)
+    record = unseal(path_inside(path, COMPLETE, source).read_bytes(), source)
+    checked(_Record, record, source, "remove this folder to use the checkpoint before it")
+    for name in record["files"]:
+        path_inside(path, name, source)
+    return record
+
+
+def _complete_record(path: Path) -> dict[str, Any] | None:
     try:
-        record = unseal((path / COMPLETE).read_bytes(), str(path / COMPLETE))
+        record = _record(path)
         sizes = {name: (path / name).stat().st_size for name in record["files"]}
-    except (FileNotFoundError, NotADirectoryError, CacheCorrupt):
+    except (OSError, StorageCorrupt):
         return None
     return record if all(sizes[name] == entry["bytes"] for name, entry in record["files"].items()) else None
 
@@ -188,8 +213,8 @@ def damaged_files(path: str | PathLike[str]) -> list[str]:
     """Files of a checkpoint that are missing or whose SHA-256 is not the recorded one."""
     path = Path(path)
     try:
-        record = unseal((path / COMPLETE).read_bytes(), str(path / COMPLETE))
-    except (FileNotFoundError, CacheCorrupt):
+        record = _record(path)
+    except (OSError, StorageCorrupt):
         return [COMPLETE]
     damaged = []
     for name, entry in record["files"].items():
@@ -214,18 +239,20 @@ def load_checkpoint(
         raise CheckpointCorrupt(
             f"{path}: {', '.join(damaged)} missing or damaged; remove this folder to use the checkpoint before it"
         )
-    step = unseal((path / COMPLETE).read_bytes(), COMPLETE)["step"]
-    stored = {}
-    if objects:
-        for file in sorted(path.glob("*.pt")):
-            stored[file.stem] = torch.load(file, map_location=device, weights_only=True)
-    return Checkpoint(
-        path=path,
-        step=step,
-        tensors=load_file(path / TENSORS, device=device),
-        state=json.loads((path / STATE).read_text()),
-        objects=stored,
-    )
+    record, stored = _record(path), {}
+    try:
+        for name in sorted(record["files"]) if objects else ():  # what is not recorded was not written by us
+            if name.endswith(".pt") and "/" not in name:
+                stored[Path(name).stem] = torch.load(path / name, map_location=device, weights_only=True)
+        return Checkpoint(
+            path=path,
+            step=record["step"],
+            tensors=load_file(path / TENSORS, device=device),
+            state=parse_json((path / STATE).read_bytes(), str(path / STATE)),
+            objects=stored,
+        )
+    except (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+        raise CheckpointCorrupt(f"{path} cannot be read ({error}); remove it to use the one before it") from error
 
 
 def prune(
@@ -237,7 +264,7 @@ def prune(
 ) -> list[Path]:
     """Remove all but the newest `keep_last` and the best `keep_best` complete checkpoints; returns what was removed."""
     if keep_last < 1:
-        raise ValueError(f"keep_last = {keep_last}: at least the newest checkpoint is kept")
+        raise StorageError(f"keep_last = {keep_last}: at least the newest checkpoint is kept")
     infos = complete_checkpoints(root)
     kept = {info.path for info in infos[-keep_last:]} | {info.path for info in _ranked(infos, better)[:keep_best]}
     removed = [info.path for info in infos if info.path not in kept]
@@ -253,7 +280,8 @@ def remove_leftovers(root: str | PathLike[str]) -> list[Path]:
     removed = []
     for path in root.iterdir() if root.is_dir() else ():
         unfinished = _NAME.fullmatch(path.name) and path not in complete and not (path / COMPLETE).exists()
-        if path.is_dir() and (path.name.endswith(TEMPORARY_SUFFIX) or unfinished):
+        temporary = path.name.startswith(".step-") and path.name.endswith(TEMPORARY_SUFFIX)
+        if path.is_dir() and not path.is_symlink() and (temporary or unfinished):
             shutil.rmtree(path)
             removed.append(path)
     return removed

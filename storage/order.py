@@ -11,6 +11,8 @@ from typing import Literal
 
 import numpy as np
 
+from storage.errors import StorageError
+
 Last = Literal["keep", "drop"]
 
 
@@ -33,7 +35,7 @@ def shuffled(num_samples: int, *, seed: int, epoch: int) -> np.ndarray:
 def windowed(rows_per_shard: Sequence[int], window: int, *, seed: int, epoch: int) -> np.ndarray:
     """Shuffle shards, then samples within windows of `window` shards: at most that many shards are open at a time."""
     if window < 1:
-        raise ValueError(f"window = {window}: the shuffle window needs at least one shard")
+        raise StorageError(f"window = {window}: the shuffle window needs at least one shard")
     counts = np.asarray(rows_per_shard, np.int64)
     starts = np.concatenate([[0], np.cumsum(counts)])
     shards = shuffled(len(counts), seed=seed, epoch=epoch)
@@ -60,9 +62,9 @@ def global_batches(
     With `window` (and `rows_per_shard`) the shuffle is windowed, for remote caches.
     """
     if num_samples < 1 or batch_size < 1:
-        raise ValueError(f"{num_samples} samples in batches of {batch_size}: both must be at least 1")
+        raise StorageError(f"{num_samples} samples in batches of {batch_size}: both must be at least 1")
     if last == "drop" and num_samples < batch_size:
-        raise ValueError(
+        raise StorageError(
             f"a global batch of {batch_size} samples cannot be filled from {num_samples}: "
             'lower the batch size or keep the short last batch (last="keep")'
         )
@@ -70,7 +72,7 @@ def global_batches(
         order = shuffled(num_samples, seed=seed, epoch=epoch)
     else:
         if rows_per_shard is None or sum(rows_per_shard) != num_samples:
-            raise ValueError("a windowed shuffle needs rows_per_shard that add up to num_samples")
+            raise StorageError("a windowed shuffle needs rows_per_shard that add up to num_samples")
         order = windowed(rows_per_shard, window, seed=seed, epoch=epoch)
     batches = [order[start : start + batch_size] for start in range(0, num_samples, batch_size)]
     if last == "drop" and len(batches[-1]) < batch_size:

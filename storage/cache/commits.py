@@ -17,11 +17,14 @@ from typing import IO, Any
 
 import numpy as np
 
+from storage.cache import schema
 from storage.cache.plan import FORMAT, VERSION, CachePlan, Codecs, SampleIndex, write_samples
-from storage.cache.records import WHOLE, CacheCorrupt, CacheRow, dataset_features, seal, unseal
-from storage.cache.shards import NonFiniteState, encode_row, write_shard
+from storage.cache.records import AGAIN, WHOLE, CacheRow, dataset_features, seal, unseal
+from storage.cache.shards import encode_row, write_shard
+from storage.codecs.base import Codec
 from storage.codecs.fitting import dump_codec, fit_codec, load_codec
-from storage.files.filesystems import Folder, StorageFull
+from storage.errors import CacheCorrupt, NonFiniteState, StorageCorrupt, StorageError, StorageFull
+from storage.files.filesystems import Folder
 from storage.identity import require_same
 
 MANIFEST, SAMPLES, COMPLETE = "manifest.json", "samples.arrow", "COMPLETE.json"
@@ -50,7 +53,7 @@ class Opened:
 
     @property
     def units(self) -> int:
-        return len(self.samples.starts) - 1
+        return self.samples.units
 
 
 def create_or_resume(root: Root, plan: CachePlan, codecs: Codecs | Callable[[], Codecs] | None = None) -> set[int]:
@@ -95,7 +98,7 @@ def _codecs_for(plan: CachePlan, codecs: Codecs | Callable[[], Codecs] | None) -
         have = (codec.name, codec.width) if codec else None
         want = (spec.name, expected) if spec else None
         if have != want:
-            raise ValueError(f"{part}: the plan asks for codec and width {want}, the fitted one is {have}")
+            raise StorageError(f"{part}: the plan asks for codec and width {want}, the fitted one is {have}")
     return fitted
 
 
@@ -130,22 +133,37 @@ def open_folder(folder: Folder) -> Opened:
     """Read and check manifest, sample list and codecs. FileNotFoundError if there is no cache."""
     if not folder.exists(MANIFEST):
         raise FileNotFoundError(f"{folder} holds no target cache (no {MANIFEST}); build one first, or check the path")
-    data = folder.read(MANIFEST)
-    manifest = unseal(data, folder.describe(MANIFEST))
-    if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
-        raise ValueError(
-            f"{folder} is {manifest['format']!r} version {manifest['version']}; this program reads {FORMAT!r} "
-            f"version {VERSION}: use the program version that wrote it, or build the cache anew"
+    data, name = folder.read(folder.inside(MANIFEST, str(folder))), folder.describe(MANIFEST)
+    manifest = unseal(data, name)
+    if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
+        raise StorageError(
+            f"{folder} is {manifest.get('format')!r} version {manifest.get('version')!r}; this program reads "
+            f"{FORMAT!r} version {VERSION}: use the program version that wrote it, or build the cache anew"
         )
-    samples = SampleIndex.parse(_checked(folder, manifest["samples"]))
-    loaded = {
-        part: load_codec(entry, _checked(folder, entry)) if entry else None
-        for part, entry in manifest["codecs"].items()
-    }
+    schema.checked(schema.Manifest, manifest, name, WHOLE)
+    samples = SampleIndex.parse(_checked(folder, manifest["samples"]), folder.describe(SAMPLES))
+    if samples.units != manifest["units"]:
+        raise CacheCorrupt(f"{name}: {manifest['units']} units, the sample list has {samples.units}; {WHOLE}")
+    fields = manifest["fields"]
+    widths = {"features": fields["num_layers"] * fields["hidden_size"], "teacher": fields["hidden_size"]}
+    loaded = {}
+    for part, width in widths.items():
+        entry = manifest["codecs"][part]
+        if entry is not None and entry["width"] != width:
+            raise CacheCorrupt(f"{name}: codecs.{part}.width is {entry['width']}, the fields make it {width}; {WHOLE}")
+        loaded[part] = _load_codec(folder, entry) if entry else None
     features = loaded["features"]
     assert features is not None
     codecs = Codecs(features=features, teacher=loaded["teacher"])
     return Opened(folder, manifest, hashlib.sha256(data).hexdigest(), samples, codecs)
+
+
+def _load_codec(folder: Folder, entry: Mapping[str, Any]) -> Codec:
+    tensors = _checked(folder, entry)
+    try:
+        return load_codec(entry, tensors)
+    except ValueError as error:
+        raise CacheCorrupt(f"{folder.describe(entry['file'])}: {error}; {WHOLE}") from error
 
 
 @lru_cache(maxsize=8)
@@ -156,7 +174,7 @@ def _opened_before(url: str, manifest: bytes) -> Opened:
 
 def _checked(folder: Folder, entry: Mapping[str, Any]) -> bytes:
     try:
-        data = folder.read(entry["file"])
+        data = folder.read(folder.inside(entry["file"], folder.describe(MANIFEST)))
     except FileNotFoundError:
         raise CacheCorrupt(f"{folder.describe(entry['file'])} is missing; {WHOLE}") from None
     if hashlib.sha256(data).hexdigest() != entry["sha256"]:
@@ -173,20 +191,51 @@ def load_codecs(root: Root) -> Codecs:
 
 def committed_units(opened: Opened) -> dict[int, dict[str, Any]]:
     """Commit records by unit, of units whose record is sound and whose shard is there in full size."""
-    sizes = opened.folder.files("shards")
-    names = opened.folder.files("commits")
-    found = {}
-    for unit in range(opened.units):
-        if commit_name(unit) not in names:
-            continue
-        try:
-            record = unseal(opened.folder.read(commit_name(unit)), opened.folder.describe(commit_name(unit)))
-        except CacheCorrupt:
-            continue  # redone: the unit's shard and record are written anew
-        same = record["manifest_sha256"] == opened.manifest_sha256 and record["unit"] == unit
-        if same and sizes.get(record["shard"]) == record["bytes"]:
-            found[unit] = record
-    return found
+    sizes, names = opened.folder.files("shards"), opened.folder.files("commits")
+    records = (read_commit(opened, unit) for unit in range(opened.units) if commit_name(unit) in names)
+    return {record["unit"]: record for record in records if record and sizes.get(record["shard"]) == record["bytes"]}
+
+
+def read_commit(opened: Opened, unit: int) -> dict[str, Any] | None:
+    """The unit's commit record. None if there is none, or one that is not sound: the unit is to be done again."""
+    folder, name = opened.folder, commit_name(unit)
+    try:
+        record = unseal(folder.read(folder.inside(name, str(folder))), folder.describe(name))
+        checked_commit(record, folder, name)
+    except (StorageCorrupt, FileNotFoundError):
+        return None
+    return record if record["manifest_sha256"] == opened.manifest_sha256 and record["unit"] == unit else None
+
+
+def checked_commit(record: dict[str, Any], folder: Folder, name: str) -> dict[str, Any]:
+    """A commit record whose every field is of its kind, and whose shard is the unit's own file. CacheCorrupt if not."""
+    schema.checked(schema.Commit, record, folder.describe(name), AGAIN)
+    if record["shard"] != shard_name(record["unit"]):
+        raise CacheCorrupt(
+            f"{folder.describe(name)}: unit {record['unit']} is said to be in {record['shard'][:80]!r}, and not in "
+            f"{shard_name(record['unit'])}; {AGAIN}"
+        )
+    folder.inside(record["shard"], folder.describe(name))
+    return record
+
+
+def read_complete(opened: Opened) -> dict[str, Any]:
+    """COMPLETE.json of a finished cache, its commit records checked. CacheCorrupt names what is wrong."""
+    folder, name = opened.folder, opened.folder.describe(COMPLETE)
+    complete = unseal(folder.read(folder.inside(COMPLETE, str(folder))), name)
+    schema.checked(schema.Complete, complete, name, WHOLE)
+    if complete["files"].get(MANIFEST) != opened.manifest_sha256:
+        raise CacheCorrupt(f"{folder.describe(MANIFEST)}: not the manifest that the cache was finished with; {WHOLE}")
+    for file in complete["files"]:
+        folder.inside(file, name)
+    starts = opened.samples.starts
+    for unit, record in enumerate(complete["shards"]):
+        checked_commit(record, folder, COMPLETE)
+        if record["unit"] != unit or record["rows"] != starts[min(unit + 1, opened.units)] - starts[unit]:
+            raise CacheCorrupt(f"{name}: its records of shards are not the manifest's units in order; {WHOLE}")
+    if len(complete["shards"]) != opened.units:
+        raise CacheCorrupt(f"{name}: {len(complete['shards'])} shards, {opened.units} units are planned; {WHOLE}")
+    return complete
 
 
 def write_unit(
@@ -209,10 +258,10 @@ def write_unit(
         raise FileNotFoundError(f"{folder} holds no cache to write to; call create_or_resume first")
     opened = _opened_before(folder.url, folder.read(MANIFEST))
     if not 0 <= unit < opened.units:
-        raise ValueError(f"unit {unit} is outside the plan's 0..{opened.units - 1}")
+        raise StorageError(f"unit {unit} is outside the plan's 0..{opened.units - 1}")
     if folder.exists(commit_name(unit)):
-        committed = committed_units_of(opened, unit)
-        if committed is not None:
+        committed = read_commit(opened, unit)
+        if committed is not None and opened.folder.files("shards").get(committed["shard"]) == committed["bytes"]:
             return committed
     use = codecs or opened.codecs
     _require(opened, estimate_unit(opened, unit, use), max_bytes, f"unit {unit}")
@@ -234,16 +283,6 @@ def write_unit(
     return record
 
 
-def committed_units_of(opened: Opened, unit: int) -> dict[str, Any] | None:
-    """The unit's commit record if it is sound and its shard is there."""
-    try:
-        record = unseal(opened.folder.read(commit_name(unit)), opened.folder.describe(commit_name(unit)))
-        sound = record["manifest_sha256"] == opened.manifest_sha256
-        return record if sound and opened.folder.size(record["shard"]) == record["bytes"] else None
-    except (CacheCorrupt, FileNotFoundError):
-        return None
-
-
 def _in_order(opened: Opened, unit: int, rows: Iterable[CacheRow | EncodedRow]) -> Iterator[CacheRow | EncodedRow]:
     start, stop = int(opened.samples.starts[unit]), int(opened.samples.starts[unit + 1])
     place = start
@@ -254,17 +293,19 @@ def _in_order(opened: Opened, unit: int, rows: Iterable[CacheRow | EncodedRow]) 
         else:
             given, spans = (row.sample_id, len(row.input_ids)), row.spans
         if given != expected:
-            raise ValueError(
+            raise StorageError(
                 f"unit {unit}, row {place - start}: got sample {given[0]!r} of {given[1]} tokens, "
                 f"the plan has {expected or 'no further row'}"
             )
         planned = opened.samples.spans(place)
         if planned is not None and np.asarray(spans).reshape(-1, 2).tolist() != [list(span) for span in planned]:
-            raise ValueError(f"unit {unit}, row {place - start} ({given[0]!r}): its spans are not the plan's {planned}")
+            raise StorageError(
+                f"unit {unit}, row {place - start} ({given[0]!r}): its spans are not the plan's {planned}"
+            )
         place += 1
         yield row
     if place != stop:
-        raise ValueError(f"unit {unit}: {place - start} rows given, the plan has {stop - start}")
+        raise StorageError(f"unit {unit}: {place - start} rows given, the plan has {stop - start}")
 
 
 def estimate_unit(opened: Opened, unit: int, codecs: Codecs | None = None) -> int:
@@ -317,7 +358,7 @@ def finish(root: Root, notes: Mapping[str, Any] | None = None) -> dict[str, Any]
     missing = [unit for unit in range(opened.units) if unit not in committed]
     if missing:
         shown = ", ".join(map(str, missing[:10])) + ("..." if len(missing) > 10 else "")
-        raise ValueError(
+        raise StorageError(
             f"{len(missing)} of {opened.units} units of {folder} are not committed ({shown}); build them first"
         )
     folder.remove_dead_temporaries(everything=True)

@@ -7,29 +7,47 @@ loss mask [S] u8, captured states [S, m*d] bf16 and last states [S, d] bf16.
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import torch
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
 
-from storage.cache.plan import DEFAULT_UNIT_TOKENS, CachePlan, Codecs
+from storage.cache.plan import DEFAULT_UNIT_TOKENS, LONGEST, CachePlan, Codecs
 from storage.cache.records import CacheRow, teacher_positions
-from storage.cache.rewrite import FIT_TOKENS, OnUnit, write_cache
+from storage.cache.rewrite import FIT_TOKENS, OnUnit, require_own_folder, write_cache
+from storage.cache.schema import MOST_HIDDEN, MOST_LAYERS, STRICT, checked, parse_json
 from storage.cache.shards import encode_row
 from storage.codecs.base import TeacherRow, as_tensor
 from storage.codecs.fitting import fit_codec, fit_teacher
 from storage.codecs.registry import CodecSpec
+from storage.errors import CacheCorrupt, StorageError
 from storage.files.filesystems import Folder
 
+MANIFEST, INDEX = "manifest.json", "samples.idx"
 RECORD = struct.Struct("<qii5q")
 MAX_OPEN = 32  # shards held open
+
+
+class _Shard(TypedDict):
+    shard_id: int
+    file_name: str
+
+
+@with_config(STRICT)
+class _Manifest(TypedDict):
+    num_samples: Annotated[int, Field(ge=1, lt=1 << 40)]
+    hidden_size: Annotated[int, Field(ge=1, le=MOST_HIDDEN)]
+    target_layer_ids: Annotated[list[Annotated[int, Field(ge=-1, lt=MOST_LAYERS)]], Field(min_length=1, max_length=256)]
+    target_model_name_or_path: str
+    shards: list[_Shard]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +65,14 @@ class DeepSpecCache:
     """Random samples of a cache that the reference wrote."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
-        self.folder = Folder(path)
+        self.folder = folder = Folder(path)
         self._files: dict[str, pa.NativeFile] = {}
-        for name in ("manifest.json", "samples.idx"):
-            if not self.folder.exists(name):
-                raise FileNotFoundError(f"{self.folder.describe(name)} is not there: not a cache of the reference")
-        self.manifest: dict[str, Any] = json.loads(self.folder.read("manifest.json"))
+        for name in (MANIFEST, INDEX):
+            if not folder.is_file(name):
+                raise FileNotFoundError(f"{folder.describe(name)} is not there: not a cache of the reference")
+            folder.inside(name, str(folder))
+        source = folder.describe(MANIFEST)
+        self.manifest: dict[str, Any] = parse_json(folder.read(MANIFEST), source)
         expected = {
             "version": 2,
             "hidden_dtype": "bfloat16",
@@ -61,21 +81,29 @@ class DeepSpecCache:
             "index_record_size": RECORD.size,
         }
         for key, value in expected.items():
-            if self.manifest.get(key) != value:
-                raise ValueError(
-                    f"{self.folder.describe('manifest.json')}: {key} is {self.manifest.get(key)!r}, not {value!r}; "
+            if isinstance(self.manifest, dict) and self.manifest.get(key) != value:
+                raise StorageError(
+                    f"{source}: {key} is {self.manifest.get(key)!r}, not {value!r}; "
                     "only version 2 caches in bfloat16 can be imported"
                 )
-        index = self.folder.read("samples.idx")
-        count = self.manifest["num_samples"]
+        checked(_Manifest, self.manifest, source, "fetch the cache again, or write it again with the reference")
+        self.shards = {
+            entry["shard_id"]: folder.inside(entry["file_name"], source) for entry in self.manifest["shards"]
+        }
+        self.hidden_size: int = self.manifest["hidden_size"]
+        self.layer_ids: list[int] = self.manifest["target_layer_ids"]
+        index, count = folder.read(INDEX), self.manifest["num_samples"]
         if len(index) != count * RECORD.size:
-            raise ValueError(
-                f"{self.folder.describe('samples.idx')}: {len(index)} bytes, {count} samples take {count * RECORD.size}"
+            raise CacheCorrupt(
+                f"{folder.describe(INDEX)}: {len(index)} bytes, {count} samples take {count * RECORD.size}"
             )
-        self.records = [RECORD.unpack_from(index, RECORD.size * i) for i in range(count)]
-        self.shards = {entry["shard_id"]: entry["file_name"] for entry in self.manifest["shards"]}
-        self.hidden_size = int(self.manifest["hidden_size"])
-        self.layer_ids = [int(layer) for layer in self.manifest["target_layer_ids"]]
+        self.records = list(RECORD.iter_unpack(index))
+        for number, (sample_id, shard, length, *_) in enumerate(self.records):
+            if shard not in self.shards or not 0 <= length <= LONGEST:
+                raise CacheCorrupt(
+                    f"{folder.describe(INDEX)}, record {number}: sample {sample_id}, {length} tokens, shard {shard}; "
+                    f"the shards are {sorted(self.shards)[:10]}, and a sample has 0 to {LONGEST:,} tokens"
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": {}}
@@ -91,7 +119,7 @@ class DeepSpecCache:
         sample_id, shard, length = self.records[index][:3]
         ids, attention_mask, loss_mask, states, last = (self._part(index, part) for part in range(5))
         if not attention_mask.all():
-            raise ValueError(
+            raise StorageError(
                 f"{self.folder.describe(self.shards[shard])}: sample {sample_id} has "
                 f"{int((attention_mask == 0).sum())} tokens outside its attention mask; this format keeps whole "
                 "sequences only: write the sample without its padding"
@@ -111,17 +139,18 @@ class DeepSpecCache:
     def _part(self, index: int, part: int) -> np.ndarray:
         """Bytes of one of the five arrays of a sample, in the order of its offsets."""
         sample_id, shard, length, *offsets = self.records[index]
-        name = self.shards.get(shard)
-        if name is None:
-            raise ValueError(f"sample {sample_id}: shard {shard} is not in the manifest")
+        name = self.shards[shard]
         size = length * (4, 1, 1, 2 * len(self.layer_ids) * self.hidden_size, 2 * self.hidden_size)[part]
         if name not in self._files:
             if len(self._files) >= MAX_OPEN:
                 self._files.pop(next(iter(self._files)))
-            self._files[name] = self.folder.open_input(name, memory_map=False)
+            try:
+                self._files[name] = self.folder.open_input(name, memory_map=False)
+            except OSError as error:
+                raise CacheCorrupt(f"{self.folder.describe(name)}, which sample {sample_id} is in: {error}") from error
         file, offset = self._files[name], offsets[part]
         if offset < 0 or offset + size > file.size():
-            raise ValueError(
+            raise CacheCorrupt(
                 f"{self.folder.describe(name)}: sample {sample_id} should lie at {offset}..{offset + size}, "
                 f"but the file has {file.size()} bytes; it is cut short or not of this cache"
             )
@@ -152,13 +181,13 @@ def import_deepspec(
     `contract` gives what the reference does not record (hashes, thinking mode); a field that it does record must agree.
     `teacher_scope="all"` keeps last states at unsupervised positions too. Samples without a token are left out, listed.
     """
+    require_own_folder(root, source)
     cache = DeepSpecCache(source)
     known = {"target_name": cache.manifest["target_model_name_or_path"], "target_layer_ids": cache.layer_ids}
     merged = {**known, **(contract or {})}
-    if list(merged["target_layer_ids"]) != cache.layer_ids:
-        raise ValueError(
-            f"the contract captures layers {list(merged['target_layer_ids'])}, "
-            f"the cache in {source} holds {cache.layer_ids}"
+    if merged["target_layer_ids"] != cache.layer_ids:
+        raise StorageError(
+            f"the contract captures layers {merged['target_layer_ids']}, the cache in {source} holds {cache.layer_ids}"
         )
     kept = [index for index in range(len(cache)) if cache.length(index)]
     empty = [str(cache.records[index][0]) for index in range(len(cache)) if not cache.length(index)]

@@ -10,9 +10,11 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from storage.cache.records import check_spans
+from storage.cache.records import WHOLE, check_spans
+from storage.cache.streams import read_stream
 from storage.codecs.base import Codec
 from storage.codecs.registry import CodecSpec
+from storage.errors import CacheCorrupt, StorageError
 from storage.identity import identity_of, plain
 
 Spans = Sequence[tuple[int, int]]
@@ -20,6 +22,12 @@ Spans = Sequence[tuple[int, int]]
 FORMAT = "dspark-target-cache"
 VERSION = 1
 DEFAULT_UNIT_TOKENS = 65_536
+SAMPLE_COLUMNS = {
+    "sample_id": pa.string(),
+    "length": pa.int32(),
+    "unit": pa.int32(),
+    "spans": pa.list_(pa.int32()),
+}
 LONGEST = 2**27  # tokens of a sequence: a record batch with one alone is far below Arrow's 2^31 elements
 ROW_BYTES = 200  # of a row beside its states and token ids: id, spans, the JSON of `extra`, checksum, Arrow's offsets
 
@@ -52,17 +60,17 @@ class CachePlan:
     def __post_init__(self) -> None:
         if not self.samples:
             counts = {reason: len(ids) for reason, ids in self.skipped.items()}
-            raise ValueError(f"no sample is left to cache (left out: {counts or 'none'}); give more conversations")
+            raise StorageError(f"no sample is left to cache (left out: {counts or 'none'}); give more conversations")
         seen: set[str] = set()
         for sample_id, length in self.samples:
             if sample_id in seen:
-                raise ValueError(f"sample id {sample_id!r} occurs twice; ids must be unique in a cache")
+                raise StorageError(f"sample id {sample_id!r} occurs twice; ids must be unique in a cache")
             if length < 1:
-                raise ValueError(
+                raise StorageError(
                     f"sample {sample_id!r} has {length} tokens; leave empty rows out and list them as skipped"
                 )
             if length > LONGEST:
-                raise ValueError(f"sample {sample_id!r} has {length:,} tokens, a row holds {LONGEST:,}: cut it")
+                raise StorageError(f"sample {sample_id!r} has {length:,} tokens, a row holds {LONGEST:,}: cut it")
             seen.add(sample_id)
         if self.spans is not None:
             for (sample_id, length), spans in zip(self.samples, self.spans, strict=True):
@@ -126,7 +134,7 @@ def _bytes_per_token(codec: Codec) -> float:
 def plan_units(sample_lengths: Sequence[int], unit_tokens: int) -> list[tuple[int, int]]:
     """Cut the samples into half-open ranges of at most `unit_tokens` tokens each (one sample at least)."""
     if unit_tokens < 1:
-        raise ValueError(f"unit_tokens = {unit_tokens}: a unit holds at least one token")
+        raise StorageError(f"unit_tokens = {unit_tokens}: a unit holds at least one token")
     units, start, filled = [], 0, 0
     for index, length in enumerate(sample_lengths):
         if index > start and filled + length > unit_tokens:
@@ -186,19 +194,31 @@ class SampleIndex:
     edges: np.ndarray | None = None
     edge_starts: np.ndarray | None = None
 
+    @property
+    def units(self) -> int:
+        return len(self.starts) - 1
+
     @classmethod
-    def parse(cls, data: bytes) -> SampleIndex:
-        table = pa.ipc.open_stream(data).read_all()
-        units = table["unit"].to_numpy()
-        starts = np.searchsorted(units, np.arange(int(units[-1]) + 2))
-        edges = edge_starts = None
-        if "spans" in table.column_names:
-            spans = table["spans"].combine_chunks()
-            edges, edge_starts = spans.values.to_numpy(), spans.offsets.to_numpy()
+    def parse(cls, data: bytes, name: str) -> SampleIndex:
+        """Raises CacheCorrupt, naming the file, for anything but what `write_samples` writes."""
+        try:
+            table = read_stream(data, SAMPLE_COLUMNS)
+            ids, lengths, units = table["sample_id"].to_pylist(), table["length"].to_numpy(), table["unit"].to_numpy()
+            if len(units) == 0 or units[0] != 0 or not np.isin(np.diff(units), (0, 1)).all():
+                raise StorageError("its units do not count up from 0")
+            if lengths.min() < 1 or lengths.max() > LONGEST:
+                raise StorageError(f"its lengths are not all from 1 to {LONGEST}")
+            edges = edge_starts = None
+            if "spans" in table.column_names:
+                spans = table["spans"].combine_chunks()
+                edges, edge_starts = spans.values.to_numpy(), spans.offsets.to_numpy()
+                _check_edges(edges, edge_starts, lengths)
+        except (ValueError, TypeError, KeyError, pa.ArrowException) as error:
+            raise CacheCorrupt(f"{name}: not the list of samples ({error}); {WHOLE}") from error
         return cls(
-            sample_ids=table["sample_id"].to_pylist(),
-            lengths=table["length"].to_numpy(),
-            starts=starts,
+            sample_ids=ids,
+            lengths=lengths,
+            starts=np.searchsorted(units, np.arange(int(units[-1]) + 2)),
             edges=edges,
             edge_starts=edge_starts,
         )
@@ -221,3 +241,16 @@ class SampleIndex:
         """(unit, row within it)."""
         unit = int(np.searchsorted(self.starts, row, side="right")) - 1
         return unit, row - int(self.starts[unit])
+
+
+def _check_edges(edges: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
+    """ValueError unless the rows' spans are pairs, ascending, apart and inside their rows."""
+    counts = np.diff(starts)
+    if len(edges) < starts[-1] or (counts % 2).any():
+        raise StorageError("a row's spans are not pairs")
+    used = edges[starts[0] : starts[-1]].astype(np.int64)
+    row = np.repeat(np.arange(len(lengths)), counts)
+    firsts, ends = used[::2], used[1::2]
+    before = np.where(np.diff(row[::2], prepend=-1) == 0, np.roll(ends, 1), 0)
+    if (firsts < before).any() or (firsts >= ends).any() or (ends > lengths[row[::2]]).any():
+        raise StorageError("a row's spans are not ascending, apart and inside the row")

@@ -28,6 +28,8 @@ from typing import Any, Generic, Self, TypeVar
 
 import torch
 
+from storage.errors import StorageError
+
 Source = TypeVar("Source")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -76,7 +78,7 @@ class ReadAhead(Generic[Item, Result]):
         max_bytes: int = 1 << 30,
     ) -> None:
         if workers < 1 or max_bytes < 1:
-            raise ValueError(f"workers = {workers} and max_bytes = {max_bytes}: both must be at least 1")
+            raise StorageError(f"workers = {workers} and max_bytes = {max_bytes}: both must be at least 1")
         self._setup = (cache, work)
         self._cost, self._max_bytes = cost, max_bytes
         self._items = enumerate(items)

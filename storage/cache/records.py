@@ -14,7 +14,9 @@ import pyarrow as pa
 import torch
 import xxhash
 
+from storage.cache.schema import parse_json
 from storage.codecs.base import StoredTeacher
+from storage.errors import CacheCorrupt, StorageError
 from storage.identity import plain
 
 ROW_FIELDS = (
@@ -32,10 +34,6 @@ AGAIN = "fetch the shard again, or build it again with `dspark cache CONFIG --re
 WHOLE = "every row depends on it: fetch the cache again, or build it anew with `dspark cache CONFIG --repair`"
 
 
-class CacheCorrupt(ValueError):
-    """Stored bytes are not what was written; the message names the file and, where there is one, the row."""
-
-
 def seal(content: Mapping[str, Any]) -> bytes:
     """JSON that carries the SHA-256 of its own content, in one fixed form: any changed byte shows."""
     content = plain(content)
@@ -45,16 +43,13 @@ def seal(content: Mapping[str, Any]) -> bytes:
 
 def unseal(data: bytes, name: str) -> dict[str, Any]:
     """The content of a sealed record; CacheCorrupt names the file if a byte was changed."""
-    try:
-        content = json.loads(data)
-        digest = content.pop("seal")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CacheCorrupt(
-            f"{name}: not a sealed record ({error}); restore the file or build the cache anew"
-        ) from error
+    content = parse_json(data, name)
+    if not isinstance(content, dict) or not isinstance(content.get("seal"), str):
+        raise CacheCorrupt(f"{name}: not a sealed record (an object with a `seal`); {WHOLE}")
+    digest = content.pop("seal")
     if seal(content) != data or hashlib.sha256(_form(content)).hexdigest() != digest:
-        raise CacheCorrupt(f"{name}: its content does not match its own SHA-256: it was edited or damaged")
-    return dict(content)
+        raise CacheCorrupt(f"{name}: its content does not match its own SHA-256: it was edited or damaged; {WHOLE}")
+    return content
 
 
 def _form(content: Mapping[str, Any]) -> bytes:
@@ -99,7 +94,7 @@ class StoredRow:
         if self.teacher is None:
             return self.features.new_empty(0, 0)
         if self.teacher.states is None:
-            raise ValueError(
+            raise StorageError(
                 f"sample {self.sample_id!r}: this cache keeps no last states, but "
                 f"{'the layer they are computed from' if self.teacher.source is not None else 'sparse logits'}; "
                 "read `teacher`, or recode the cache to a teacher codec with states"
@@ -121,7 +116,7 @@ def check_spans(spans: Iterable[tuple[int, int]], length: int, sample_id: str) -
     previous = 0
     for start, end in checked:
         if not previous <= start < end <= length:
-            raise ValueError(
+            raise StorageError(
                 f"sample {sample_id!r}: span ({start}, {end}) must be non-empty, inside 0..{length} "
                 f"and not before {previous}, where the span before it ends"
             )

@@ -35,7 +35,8 @@ from storage.cache.target_cache import TargetCache
 from storage.codecs.base import Codec, TargetParts, TeacherRow
 from storage.codecs.fitting import fit_codec, fit_teacher
 from storage.codecs.registry import CodecSpec, codec_class
-from storage.files.filesystems import TEMPORARY_SUFFIX, Folder
+from storage.errors import StorageError
+from storage.files.filesystems import Folder, is_temporary
 from storage.identity import differences
 
 FIT_TOKENS = 8192  # tokens whose states a codec is fitted on
@@ -86,17 +87,19 @@ def write_cache(
 
 
 def require_own_folder(root: Root, *sources: Root) -> None:
-    """Raises ValueError for a new cache inside one that it is made from, or among other files."""
+    """Raises StorageError for a new cache inside one that it is made from, or among other files."""
     new = Folder(root)
     if new.is_file():
-        raise ValueError(f"{new} is a file: give a folder for the new cache")
+        raise StorageError(f"{new} is a file: give a folder for the new cache")
     for source in map(Folder, sources):
-        if f"{new.url}/".startswith(f"{source.url}/") and new.url != source.url:
-            raise ValueError(f"{new} lies inside {source}, whose files are all its own: give another folder")
+        if new.resolved == source.resolved:
+            raise StorageError(f"{new} is the cache that is read: give another folder")
+        if new.resolved.startswith(f"{source.resolved.rstrip('/')}/"):
+            raise StorageError(f"{new} lies inside {source}, whose files are all its own: give another folder")
     files = new.files(recursive=False)
-    foreign = [name for name in files if name not in ROOT_FILES and not name.endswith(TEMPORARY_SUFFIX)]
+    foreign = [name for name in files if name not in ROOT_FILES and not is_temporary(name)]
     if foreign and MANIFEST not in files:
-        raise ValueError(f"{new} holds other files ({', '.join(foreign[:3])}): give a new or an empty folder")
+        raise StorageError(f"{new} holds other files ({', '.join(foreign[:3])}): give a new or an empty folder")
 
 
 def _encode(source: Any, index: int, *, encode: Encode[Any], codecs: Codecs) -> Mapping[str, Any]:
@@ -124,40 +127,42 @@ def recode(
     `directions`: `projection` [K, W] and `shares` [K] of a pilot, for a projected codec.
 
     Raises:
-        ValueError: nothing would change, or the source holds coordinates where states are needed.
+        StorageError: nothing would change, or the source holds coordinates where states are needed.
     """
     require_own_folder(root, source)
     cache = TargetCache.open(source)
     given = load_codecs(codecs_of) if codecs_of is not None else None
     if given is not None:
         if features or teacher:
-            raise ValueError("give codecs by name, or a cache to take them from, not both")
+            raise StorageError("give codecs by name, or a cache to take them from, not both")
         features = CodecSpec(name=given.features.name, settings=given.features.settings)
         teacher = CodecSpec(name=given.teacher.name, settings=given.teacher.settings) if given.teacher else None
     if features is None and teacher is None:
-        raise ValueError("neither a codec for the features nor one for the teacher is given: nothing would change")
+        raise StorageError("neither a codec for the features nor one for the teacher is given: nothing would change")
     if features is not None and cache.projection is not None:
-        raise ValueError(
+        raise StorageError(
             f"{cache.folder} keeps {cache.codecs.features.out_width} coordinates of the captured states, not the "
             "states themselves: its features cannot be coded anew; recode the cache that they were made from"
         )
     if teacher is not None and cache.codecs.teacher is None:
-        raise ValueError(f"{cache.folder} stores no teacher that could be coded; build the cache anew")
+        raise StorageError(f"{cache.folder} stores no teacher that could be coded; build the cache anew")
     if teacher is not None and cache.codecs.teacher is not None and cache.codecs.teacher.teacher_only:
-        raise ValueError(
+        raise StorageError(
             f"{cache.folder} keeps the teacher as {cache.codecs.teacher.name!r}, which has no exact last states; "
             "recode the cache that it was made from"
         )
     if teacher is not None and teacher.name == "recomputed" and cache.projection is not None:
-        raise ValueError(f"{cache.folder} keeps coordinates, and teacher codec 'recomputed' needs the captured states")
+        raise StorageError(
+            f"{cache.folder} keeps coordinates, and teacher codec 'recomputed' needs the captured states"
+        )
     if target is not None and workers:
-        raise ValueError("a teacher codec that needs the target is encoded by this process: use workers = 0")
+        raise StorageError("a teacher codec that needs the target is encoded by this process: use workers = 0")
     if target is None and teacher is not None and codec_class(teacher.name).teacher_only:
-        raise ValueError(
+        raise StorageError(
             f"teacher codec {teacher.name!r} asks for the target that the states are of: give it too (--target)"
         )
     if directions is None and features is not None and features.name == "projected" and given is None:
-        raise ValueError("codec 'projected' keeps what a pilot drafter looks at: give it too (--pilot)")
+        raise StorageError("codec 'projected' keeps what a pilot drafter looks at: give it too (--pilot)")
     fields = cache.manifest["fields"]
     inputs = {**fields["inputs"], "recoded_from": cache.identity}
     if directions is not None:
@@ -270,11 +275,11 @@ def merge(
     `number_ids`: sample ids begin with the number of their cache from then on, `0/ID`.
 
     Raises:
-        ValueError: fields that readers rely on differ, the codecs were fitted on different samples, a cache is given
+        StorageError: fields that readers rely on differ, the codecs were fitted on different samples, a cache is given
             twice, or a sample id occurs in two of them. The message names what differs and the cure.
     """
     if len(sources) < 2:
-        raise ValueError(f"{len(sources)} cache given: merging takes at least two")
+        raise StorageError(f"{len(sources)} cache given: merging takes at least two")
     require_own_folder(root, *sources)
     caches = [TargetCache.open(source) for source in sources]
     first = caches[0]
@@ -285,10 +290,10 @@ def merge(
     for number, cache in enumerate(caches):
         for other in caches[:number]:
             if other.identity == cache.identity:
-                raise ValueError(f"{other.folder} and {cache.folder} are the same cache: give each one once")
+                raise StorageError(f"{other.folder} and {cache.folder} are the same cache: give each one once")
         for sample_id in cache.sample_ids:
             if not number_ids and sample_id in owners:
-                raise ValueError(
+                raise StorageError(
                     f"sample {sample_id!r} is in {owners[sample_id].folder} and in {cache.folder}: with --number-ids "
                     "each id begins with the number of its cache (`0/ID`)"
                 )
@@ -313,11 +318,11 @@ def _require_alike(first: TargetCache, other: TargetCache) -> None:
     found = differences(ours, theirs)
     if found:
         lines = "\n".join(f"  {path}: {a!r} and {b!r}" for path, a, b in found)
-        raise ValueError(f"{first.folder} and {other.folder} cannot be merged; they differ in\n{lines}")
+        raise StorageError(f"{first.folder} and {other.folder} cannot be merged; they differ in\n{lines}")
     for part in ("features", "teacher"):
         a, b = (cache.manifest["codecs"][part] for cache in (first, other))
         if a and a["sha256"] != b["sha256"]:
-            raise ValueError(
+            raise StorageError(
                 f"the {part} codecs of {first.folder} and {other.folder} were fitted on different samples: recode one "
                 f"of them first (`dspark cache recode {other.folder} NEW --codecs-of {first.folder}`)"
             )

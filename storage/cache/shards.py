@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
 import torch
+import zstandard
 
 from storage.cache.plan import Codecs
 from storage.cache.records import (
     AGAIN,
-    CacheCorrupt,
     CacheRow,
     StoredRow,
     check_spans,
@@ -22,14 +23,13 @@ from storage.cache.records import (
     schema,
     teacher_positions,
 )
+from storage.cache.schema import parse_json
+from storage.cache.streams import read_batch
 from storage.codecs.base import StoredTeacher, as_tensor
+from storage.errors import CacheCorrupt, NonFiniteState, StorageError
 
 BATCH_BYTES = 4 << 20
 """A record batch is closed once its columns reach this size, so offsets inside it stay far below 2^31."""
-
-
-class NonFiniteState(ValueError):
-    """A captured state holds NaN or infinity; its unit is not written."""
 
 
 def encode_row(row: CacheRow, codecs: Codecs, *, scope: str) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def encode_row(row: CacheRow, codecs: Codecs, *, scope: str) -> dict[str, Any]:
     teacher, positions = b"", teacher_positions(spans, length, scope)
     if codecs.teacher is not None:
         if row.last is None:
-            raise ValueError(f"sample {row.sample_id!r}: no last state, but the cache stores the teacher")
+            raise StorageError(f"sample {row.sample_id!r}: no last state, but the cache stores the teacher")
         last = as_tensor(row.last)
         _check(row.sample_id, "last states", last, (length, codecs.teacher.width))
         if len(positions):
@@ -64,7 +64,7 @@ def encode_row(row: CacheRow, codecs: Codecs, *, scope: str) -> dict[str, Any]:
 
 def _check(sample_id: str, what: str, states: torch.Tensor, shape: tuple[int, int]) -> None:
     if tuple(states.shape) != shape:
-        raise ValueError(f"sample {sample_id!r}: {what} are {tuple(states.shape)}, expected {shape}")
+        raise StorageError(f"sample {sample_id!r}: {what} are {tuple(states.shape)}, expected {shape}")
     finite = torch.isfinite(states)
     if not bool(finite.all()):
         token, channel = (int(v) for v in (~finite).nonzero()[0])
@@ -122,12 +122,18 @@ class ShardReader:
 
     def __init__(self, file: pa.NativeFile, commit: Mapping[str, Any], name: str) -> None:
         self.name, self._file, self._commit = name, file, commit
-        size = file.size()
+        size, batches = file.size(), commit["batches"]
         if size != commit["bytes"]:
             raise CacheCorrupt(f"{name}: {size} bytes, {commit['bytes']} were committed; {AGAIN}")
+        if any(batch["offset"] + batch["bytes"] > size for batch in batches):
+            raise CacheCorrupt(f"{name}: its commit record has record batches beyond its {size} bytes; {AGAIN}")
         # Of a mapped file all bytes at once, without a copy: then rows are views of it.
         self._mapped = file.read_buffer(size) if isinstance(file, pa.MemoryMappedFile | pa.BufferReader) else None
-        self._firsts = np.cumsum([0] + [batch["rows"] for batch in commit["batches"]])
+        self._firsts = np.cumsum([0] + [batch["rows"] for batch in batches])
+        if self._firsts[-1] != commit["rows"]:
+            raise CacheCorrupt(
+                f"{name}: its record batches have {self._firsts[-1]} rows, not {commit['rows']}; {AGAIN}"
+            )
         self._schema = schema({})
         self._current: tuple[int, pa.RecordBatch] | None = None
         self.touched = 0  # bytes looked at; they stay in memory while a mapped file is open
@@ -143,9 +149,8 @@ class ShardReader:
             else:
                 buffer = pa.py_buffer(self._file.read_at(entry["bytes"], entry["offset"]))
             self.touched += entry["bytes"]
-            batch = pa.ipc.read_record_batch(buffer, self._schema)
-            batch.validate(full=True)
-        except (pa.ArrowInvalid, OSError, EOFError) as error:
+            batch = read_batch(pa.ipc.read_message(buffer), self._schema)
+        except (ValueError, struct.error, pa.ArrowException, OSError, EOFError) as error:
             raise CacheCorrupt(f"{self.name}: record batch {number} cannot be read ({error}); {AGAIN}") from error
         if batch.num_rows != entry["rows"]:
             raise CacheCorrupt(
@@ -193,16 +198,19 @@ def checksum_of(columns: Mapping[str, Any]) -> int:
 def decode_row(
     columns: Mapping[str, Any], codecs: Codecs, *, scope: str, device: torch.device | str, dtype: torch.dtype
 ) -> StoredRow:
-    """Columns to states on the device."""
-    length = len(columns["input_ids"])
-    spans = tuple((int(a), int(b)) for a, b in columns["spans"].reshape(-1, 2))
-    positions = teacher_positions(spans, length, scope)
-    features = codecs.features.decode(columns["context"], length, device=device, dtype=dtype)
-    teacher = None
-    if codecs.teacher is not None and not len(positions):
-        teacher = StoredTeacher(states=torch.empty(0, codecs.teacher.out_width, dtype=dtype, device=device))
-    elif codecs.teacher is not None:
-        teacher = codecs.teacher.decode_teacher(columns["teacher"], positions, device=device, dtype=dtype)
+    """Columns to states on the device. CacheCorrupt names the sample whose columns are not those of a row."""
+    length, teacher = len(columns["input_ids"]), None
+    try:
+        # Before anything is decoded: the spans say how many teacher positions there are.
+        spans = check_spans(columns["spans"].reshape(-1, 2), length, columns["sample_id"])
+        positions = teacher_positions(spans, length, scope)
+        features = codecs.features.decode(columns["context"], length, device=device, dtype=dtype)
+        if codecs.teacher is not None and not len(positions):
+            teacher = StoredTeacher(states=torch.empty(0, codecs.teacher.out_width, dtype=dtype, device=device))
+        elif codecs.teacher is not None:
+            teacher = codecs.teacher.decode_teacher(columns["teacher"], positions, device=device, dtype=dtype)
+    except (ValueError, IndexError, KeyError, struct.error, zstandard.ZstdError) as error:
+        raise CacheCorrupt(f"sample {columns['sample_id']!r} cannot be decoded: {error}; {AGAIN}") from error
     return StoredRow(
         sample_id=columns["sample_id"],
         input_ids=torch.from_numpy(columns["input_ids"].astype(np.int64)),
@@ -210,5 +218,5 @@ def decode_row(
         features=features,
         teacher_positions=torch.from_numpy(positions),
         teacher=teacher,
-        extra=json.loads(columns["extra"]),
+        extra=parse_json(columns["extra"].encode(), f"sample {columns['sample_id']!r}, extra"),
     )

@@ -16,7 +16,6 @@ import torch
 
 from storage.cache.commits import (
     COMPLETE,
-    MANIFEST,
     Opened,
     Root,
     committed_units,
@@ -24,17 +23,19 @@ from storage.cache.commits import (
     finish,
     load_codecs,
     open_folder,
+    read_complete,
     write_unit,
 )
 from storage.cache.plan import CachePlan, Codecs, Spans, plan_units
 from storage.cache.read_ahead import ReadAhead
-from storage.cache.records import AGAIN, WHOLE, CacheCorrupt, CacheRow, StoredRow, unseal
-from storage.cache.shards import NonFiniteState, ShardReader, checksum_of, decode_row, encode_row
+from storage.cache.records import AGAIN, CacheRow, StoredRow
+from storage.cache.shards import ShardReader, checksum_of, decode_row, encode_row
 from storage.cache.verify import Problem, verify
 from storage.codecs.base import Codec
 from storage.codecs.fitting import fit_codec
 from storage.codecs.registry import CodecSpec
-from storage.files.filesystems import Folder, StorageFull
+from storage.errors import CacheCorrupt, NonFiniteState, StorageFull
+from storage.files.filesystems import Folder
 from storage.files.local_copy import LocalCopy
 
 __all__ = [
@@ -125,11 +126,7 @@ class TargetCache:
         opened = open_folder(folder)
         complete = None
         if folder.exists(COMPLETE):
-            complete = unseal(folder.read(COMPLETE), folder.describe(COMPLETE))
-            if complete["files"][MANIFEST] != opened.manifest_sha256:
-                raise CacheCorrupt(
-                    f"{folder.describe(MANIFEST)}: not the manifest that the cache was finished with; {WHOLE}"
-                )
+            complete = read_complete(opened)
             shards = {record["unit"]: record for record in complete["shards"]}
         elif partial:
             shards = committed_units(opened)
@@ -223,6 +220,11 @@ class TargetCache:
                 )
             if checksum_of(columns) != columns["checksum"]:
                 raise CacheCorrupt(f"{reader.name}, row {place} ({expected!r}): checksum differs; {AGAIN}")
+            tokens, planned = len(columns["input_ids"]), int(self._opened.samples.lengths[row])
+            if tokens != planned:
+                raise CacheCorrupt(
+                    f"{reader.name}, row {place} ({expected!r}): {tokens} tokens, not {planned}; {AGAIN}"
+                )
             self._checked[row] = True
         return columns
 

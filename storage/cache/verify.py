@@ -14,10 +14,20 @@ from typing import Any
 
 import pyarrow as pa
 
-from storage.cache.commits import COMPLETE, MANIFEST, commit_name, committed_units, open_folder, shard_name
-from storage.cache.records import CacheCorrupt, unseal
+from storage.cache import schema
+from storage.cache.commits import (
+    COMPLETE,
+    MANIFEST,
+    commit_name,
+    committed_units,
+    open_folder,
+    read_complete,
+    shard_name,
+)
+from storage.cache.records import WHOLE, unseal
 from storage.cache.shards import ShardReader, checksum_of
-from storage.files.filesystems import TEMPORARY_SUFFIX, Folder
+from storage.errors import CacheCorrupt, StorageCorrupt, StorageError
+from storage.files.filesystems import Folder, is_temporary
 
 
 @dataclass(frozen=True)
@@ -48,16 +58,26 @@ def verify(root: str | PathLike[str], *, workers: int = 1) -> list[Problem]:
     if COMPLETE in names:
         try:
             complete = unseal(folder.read(COMPLETE), COMPLETE)
-        except CacheCorrupt as error:
+            schema.checked(schema.Complete, complete, COMPLETE, WHOLE)
+        except StorageCorrupt as error:
             problems.append(Problem(COMPLETE, str(error)))
+            complete = None
     for name, digest in (complete or {}).get("files", {}).items():
         if name not in names:
             problems.append(Problem(name, "missing"))
-        elif hashlib.sha256(folder.read(name)).hexdigest() != digest:
-            problems.append(Problem(name, "its SHA-256 is not the one that the cache was finished with"))
+            continue
+        try:
+            whole = hashlib.sha256(folder.read(folder.inside(name, COMPLETE))).hexdigest() == digest
+            what = "" if whole else "its SHA-256 is not the one that the cache was finished with"
+        except StorageCorrupt as error:
+            what = str(error)
+        if what:
+            problems.append(Problem(name, what))
     try:
         opened = open_folder(folder)
-    except (CacheCorrupt, ValueError, FileNotFoundError, KeyError) as error:
+        if complete is not None:
+            complete = read_complete(opened)
+    except (StorageError, FileNotFoundError) as error:
         return problems or [Problem(MANIFEST, str(error))]
     if complete is not None:
         records = {record["unit"]: record for record in complete["shards"]}
@@ -96,7 +116,7 @@ def _check_commits(folder: Folder, records: Mapping[int, Any], names: Mapping[st
         try:
             if unseal(folder.read(name), name) != record:
                 problems.append(Problem(name, "not the record that the cache was finished with"))
-        except CacheCorrupt as error:
+        except StorageCorrupt as error:
             problems.append(Problem(name, str(error)))
     return problems
 
@@ -107,7 +127,7 @@ def _check_strangers(names: Mapping[str, int], complete: Mapping[str, Any] | Non
     if complete is None:
         return []
     return [
-        Problem(name, "a temporary file left behind" if name.endswith(TEMPORARY_SUFFIX) else "not part of the cache")
+        Problem(name, "a temporary file left behind" if is_temporary(name) else "not part of the cache")
         for name in names
         if name not in known
     ]

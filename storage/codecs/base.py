@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 
+from storage.errors import StorageError
+
 Sample = Sequence[tuple[torch.Tensor, bool]]
 """Sequences to fit and measure on: (values [R, W], whether row 0 is the sequence's first token)."""
 
@@ -119,7 +121,7 @@ class Codec(ABC):
         """The settings over the defaults. ValueError for an unknown one, or a value that it cannot have."""
         unknown = set(settings) - set(cls.defaults)
         if unknown:
-            raise ValueError(
+            raise StorageError(
                 f"codec {cls.name!r} has no setting {min(unknown)!r}; it has {', '.join(cls.defaults) or 'none'}"
             )
         for name, value in settings.items():
@@ -131,7 +133,7 @@ class Codec(ABC):
                 named = "a number" if isinstance(default, float) else "a whole number"
                 ends = f" from {least:g} to {most:g}" if most < math.inf else f" of {least:g} or more"
                 shown = ends if name in cls.bounds else ""
-                raise ValueError(f"codec {cls.name!r}: {name} = {value!r}, it must be {named}{shown}")
+                raise StorageError(f"codec {cls.name!r}: {name} = {value!r}, it must be {named}{shown}")
         return {**cls.defaults, **settings}
 
     def tensor_on(self, name: str, device: torch.device | str) -> torch.Tensor:
@@ -160,6 +162,19 @@ class Codec(ABC):
     def fit_rows(cls, rows: Sequence[TeacherRow], target: TargetParts | None, *, width: int, **settings: Any) -> Self:
         """A codec of the teacher; one that does not know the target codes the last states at the teacher positions."""
         return cls.fit(last_state_sample(rows), width=width, **settings)
+
+    def check(self) -> None:
+        """StorageError unless the tensors, which come from a file, are those of such a codec."""
+        self.require_tensor("first_row", (self.out_width,), needed=False)
+
+    def require_tensor(self, name: str, *shapes: tuple[int, ...], needed: bool = True) -> None:
+        """StorageError unless the tensor has one of these shapes, or is not there and not needed."""
+        tensor = self.tensors.get(name)
+        if tensor is None and not needed:
+            return
+        found = None if tensor is None else tuple(tensor.shape)
+        if found not in shapes or (tensor is not None and not (tensor.is_floating_point() or name == "classes")):
+            raise StorageError(f"codec {self.name!r}: its tensor {name!r} is {found}, expected {shapes}")
 
     @property
     def out_width(self) -> int:
@@ -255,19 +270,20 @@ class LossyCodec(Codec):
         dtype: torch.dtype = torch.bfloat16,
     ) -> torch.Tensor:
         view = memoryview(payload).cast("B")
-        flag, view = view[0], view[1:]
+        flag, view = (view[0] if len(view) else None), view[1:]
         if flag == NO_FIRST:
             return self.decode_rows(view, rows, device).to(dtype)
-        if flag == SHARED_FIRST:
+        if flag == SHARED_FIRST and "first_row" in self.tensors:
             first = self.tensors["first_row"]
         elif flag == INLINE_FIRST:
             size = self.out_width * self.inline_dtype.itemsize
-            first, view = from_raw(view[:size], self.inline_dtype), view[size:]
+            first, view = from_raw(view[:size], self.inline_dtype, self.out_width), view[size:]
         else:
-            raise ValueError(f"codec {self.name!r}: first-row flag {flag} is unknown")
+            raise StorageError(f"codec {self.name!r}: first-row flag {flag} is unknown")
+        others = self.decode_rows(view, rows - 1, device)
         result = torch.empty(rows, self.out_width, dtype=dtype, device=device)
         result[0] = first.to(device=device, dtype=dtype)
-        result[1:] = self.decode_rows(view, rows - 1, device)
+        result[1:] = others
         return result
 
 
@@ -291,7 +307,7 @@ def gather(sample: Sample, of: Callable[[torch.Tensor], torch.Tensor] = torch.Te
     """`of` each sequence's states, all rows but first tokens, [R, C] float32. ValueError for fewer than two."""
     pieces = [of(values)[1 if first else 0 :] for values, first in sample if len(values)]
     if sum(map(len, pieces)) < 2:
-        raise ValueError("a codec cannot be fitted: the sample has fewer than 2 rows after first tokens")
+        raise StorageError("a codec cannot be fitted: the sample has fewer than 2 rows after first tokens")
     return torch.cat(pieces)
 
 
@@ -300,11 +316,14 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def from_raw(data: bytes | memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor over a copy of the bytes."""
-    if len(data) == 0:
-        return torch.empty(0, dtype=dtype)
-    return torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(dtype)
+def from_raw(data: bytes | memoryview, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """A tensor of that shape over a copy of the bytes. StorageError unless there are just as many as it takes."""
+    size, expected = memoryview(data).nbytes, math.prod(shape) * dtype.itemsize
+    if size != expected:
+        raise StorageError(f"{size} bytes found where {expected} should be")
+    if size == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(dtype).view(shape)
 
 
 def as_tensor(values: torch.Tensor | np.ndarray) -> torch.Tensor:

@@ -26,4 +26,4 @@ class Bf16(Codec):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
     ) -> torch.Tensor:
-        return from_raw(payload, torch.bfloat16).view(rows, self.width).to(device=device, dtype=dtype)
+        return from_raw(payload, torch.bfloat16, rows, self.width).to(device=device, dtype=dtype)

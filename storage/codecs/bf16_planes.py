@@ -10,6 +10,8 @@ import zstandard
 
 from storage.codecs.base import Codec, from_raw, raw_bytes
 from storage.codecs.registry import register
+from storage.codecs.symbols import decompressed
+from storage.errors import StorageError
 
 
 @register
@@ -39,10 +41,12 @@ class Bf16Planes(Codec):
         view = memoryview(payload).cast("B")
         (size,) = struct.unpack("<I", view[:4])
         count = rows * self.width
-        upper = zstandard.ZstdDecompressor().decompress(view[4 : 4 + size], max_output_size=count)
         if len(view) - 4 - size != count:
-            raise ValueError(f"the lower plane holds {len(view) - 4 - size} bytes, {rows} rows have {count}")
+            raise StorageError(f"the lower plane holds {len(view) - 4 - size} bytes, {rows} rows have {count}")
+        upper = decompressed(view[4 : 4 + size], count)
+        if len(upper) != count:
+            raise StorageError(f"the upper plane holds {len(upper)} bytes, {rows} rows have {count}")
         bits = torch.empty(rows, self.width, 2, dtype=torch.uint8)
         bits[..., 1] = torch.frombuffer(bytearray(upper), dtype=torch.uint8).view(self.width, rows).t()
-        bits[..., 0] = from_raw(view[4 + size :], torch.uint8).view(rows, self.width)
+        bits[..., 0] = from_raw(view[4 + size :], torch.uint8, rows, self.width)
         return bits.view(torch.bfloat16).view(rows, self.width).to(device=device, dtype=dtype)

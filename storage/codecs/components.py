@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from storage.codecs.base import Sample
+from storage.errors import StorageError
 
 DEFAULT_PRIOR = 0.1
 
@@ -41,7 +42,7 @@ def reader_directions(
     unseen = torch.diag(covariance.diagonal()) - covariance
     covariance += unseen * (width / (width + _count(sample)))
     if not 1 <= count <= width:
-        raise ValueError(f"{count} directions asked for; the captured states have {width}")
+        raise StorageError(f"{count} directions asked for; the captured states have {width}")
     spread = covariance.diagonal().clamp_min(1e-12)
     metric = torch.diag(prior / spread / width)
     for projection in projections:

@@ -12,6 +12,7 @@ from storage.codecs.base import StoredTeacher, TargetParts, TeacherRow, last_sta
 from storage.codecs.registry import register
 from storage.codecs.top_corrected import TopCorrected
 from storage.codecs.transform import Transform, head_metric
+from storage.errors import StorageError
 
 METRIC_STATES = 2048  # states that the head's metric is averaged over
 
@@ -33,7 +34,7 @@ class Corrected(TopCorrected):
     @classmethod
     def fit_rows(cls, rows: Sequence[TeacherRow], target: TargetParts | None, *, width: int, **settings: Any) -> Self:
         if target is None:
-            raise ValueError(f"codec {cls.name!r} is fitted in the metric of the target's head: give the target")
+            raise StorageError(f"codec {cls.name!r} is fitted in the metric of the target's head: give the target")
         chosen = cls(width=width, settings=settings).settings
         sample = last_state_sample(rows)
         states = torch.cat([values[1:] if first else values for values, first in sample])

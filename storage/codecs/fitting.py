@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from storage.codecs.base import Codec, Sample, TargetParts, TeacherRow
 from storage.codecs.measure import measure, measure_teacher
 from storage.codecs.registry import CodecSpec, codec_class
+from storage.errors import StorageError
 
 MEASURED_POSITIONS = 4096  # of the teacher, on which its codecs are measured
 
@@ -25,7 +27,7 @@ def fit_codec(
     """
     kind = codec_class(spec.name)
     if kind.teacher_only:
-        raise ValueError(f"codec {spec.name!r} codes the teacher and is fitted with `fit_teacher`")
+        raise StorageError(f"codec {spec.name!r} codes the teacher and is fitted with `fit_teacher`")
     codec = kind.fit(sample, width=width, layers=layers, tensors=tensors, **spec.settings)
     if any(len(values) for values, _ in sample):
         codec.measured = measure(codec, sample, layers=layers)
@@ -73,9 +75,14 @@ def dump_codec(codec: Codec) -> tuple[dict[str, Any], bytes]:
 
 
 def load_codec(description: Mapping[str, Any], tensors: bytes) -> Codec:
-    """The codec that `dump_codec` described."""
+    """The codec that `dump_codec` described. StorageError for a file or description that is not one of it."""
+    try:
+        stored = load(tensors)
+    except SafetensorError as error:
+        raise StorageError(f"not a safetensors file: {error}") from error
     codec = codec_class(description["name"])(
-        width=description["width"], settings=description["settings"], tensors=load(tensors)
+        width=description["width"], settings=description["settings"], tensors=stored
     )
+    codec.check()
     codec.measured = dict(description["measured"])
     return codec

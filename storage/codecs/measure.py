@@ -12,6 +12,7 @@ import torch
 
 from storage.codecs.base import Codec, Sample, StoredTeacher, TargetParts, TeacherRow, last_state_sample
 from storage.codecs.top_tokens import CHUNK
+from storage.errors import StorageError
 
 
 def snr_db(exact: torch.Tensor, coded: torch.Tensor) -> float:
@@ -78,7 +79,7 @@ def recomputed_states(stored: StoredTeacher, positions: np.ndarray, target: Targ
     if stored.source is None:
         return stored
     if target.finish is None:
-        raise ValueError("this teacher is recomputed by the target's layers above the last captured one: give them")
+        raise StorageError("this teacher is recomputed by the target's layers above the last captured one: give them")
     states = target.finish(stored.source)
     return replace(stored, source=None, states=states[torch.from_numpy(positions).to(states.device)])
 
@@ -109,7 +110,7 @@ def teacher_error(
     are the likeliest token alone.
     """
     if temperature < 0:
-        raise ValueError(f"temperature = {temperature}: it must be 0 or above")
+        raise StorageError(f"temperature = {temperature}: it must be 0 or above")
     noise = _standin_noise(target, exact, temperature)
     generator = torch.Generator().manual_seed(0)
     errors = []

@@ -10,6 +10,7 @@ import torch
 from storage.codecs.base import Sample, gather
 from storage.codecs.quantised import Quantised
 from storage.codecs.registry import register
+from storage.errors import StorageError
 
 
 @register
@@ -37,13 +38,13 @@ class Projected(Quantised):
     ) -> Self:
         codec = cls(width=width, settings=settings)
         if not tensors or "projection" not in tensors:
-            raise ValueError('codec "projected" needs the pilot\'s directions: pass tensors={"projection": [C, W]}')
+            raise StorageError('codec "projected" needs the pilot\'s directions: pass tensors={"projection": [C, W]}')
         projection = tensors["projection"].float()
         if projection.ndim != 2 or projection.shape[1] != width:
-            raise ValueError(f"the projection is {tuple(projection.shape)}, expected [C, {width}]")
+            raise StorageError(f"the projection is {tuple(projection.shape)}, expected [C, {width}]")
         directions = codec.settings["directions"] or len(projection)
         if directions > len(projection):
-            raise ValueError(f"directions = {directions}, but the projection has {len(projection)} rows")
+            raise StorageError(f"directions = {directions}, but the projection has {len(projection)} rows")
         codec.tensors["forward"] = projection[:directions].contiguous()
         coordinates = gather(sample, codec.coordinates)
         codec.tensors["inverse"] = _least_squares(gather(sample), coordinates)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from storage.codecs.base import LossyCodec, Sample, common_first_row
-from storage.codecs.symbols import choose_classes, pack, unpack
+from storage.codecs.symbols import NIBBLE, PAIR, WIDE, choose_classes, pack, unpack
+from storage.errors import StorageError
 
 
 class Quantised(LossyCodec):
@@ -32,6 +33,19 @@ class Quantised(LossyCodec):
         super().__init__(width=width, settings=settings, tensors=tensors)
         if "classes" in self.tensors:
             self._classes = self.tensors["classes"].numpy()
+
+    def check(self) -> None:
+        forward = self.tensors.get("forward")
+        blocks = len(forward) if forward is not None and forward.ndim == 3 else 1
+        count = len(forward) if forward is not None and forward.ndim == 2 else self.width
+        square = (blocks, self.width // max(blocks, 1), self.width // max(blocks, 1))
+        self.require_tensor("forward", (count, self.width), square, needed=False)
+        self.require_tensor("inverse", (self.width, count), square, needed=self._restores and forward is not None)
+        for name in ("mean", "step", "classes"):
+            self.require_tensor(name, (count,))
+        if self.tensors["classes"].dtype != torch.uint8 or int(self.tensors["classes"].max()) > PAIR:
+            raise StorageError(f"codec {self.name!r}: its tensor 'classes' is not of {WIDE}, {NIBBLE} and {PAIR}")
+        super().check()
 
     @property
     def out_width(self) -> int:

@@ -12,6 +12,7 @@ from storage.codecs.base import StoredTeacher, TargetParts, TeacherRow
 from storage.codecs.registry import register
 from storage.codecs.top_corrected import TopCorrected
 from storage.codecs.transform import Transform
+from storage.errors import StorageError
 
 
 @register
@@ -41,7 +42,7 @@ class Recomputed(TopCorrected):
         length = int(positions[-1]) + 1
         coarse = self.coarse.encode(layer_of(features[:length], self.settings["layer"], self.width), first=True)
         if self.target is None or self.target.finish is None:
-            raise ValueError(f"codec {self.name!r} needs the target's layers above the last captured one to encode")
+            raise StorageError(f"codec {self.name!r} needs the target's layers above the last captured one to encode")
         index = torch.from_numpy(positions)
         states = self.target.finish(self.coarse.decode(coarse, length, dtype=torch.float32))
         return self._join(coarse, last[index.to(last.device)], states[index.to(states.device)])

@@ -8,6 +8,8 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from storage.errors import StorageError
+
 if TYPE_CHECKING:
     from storage.codecs.base import Codec
 
@@ -22,7 +24,7 @@ def register(codec: Registered) -> Registered:
     """A class decorator that makes the codec known by its `name`. ValueError for a name that is taken."""
     known = _registered.setdefault(codec.name, codec)
     if known is not codec:
-        raise ValueError(f"the codec {codec.name!r} is taken by {known.__module__}: give yours another name")
+        raise StorageError(f"the codec {codec.name!r} is taken by {known.__module__}: give yours another name")
     return codec
 
 
@@ -37,7 +39,7 @@ def codec_class(name: str) -> type[Codec]:
         import_module(f"storage.codecs.{name.replace('-', '_')}")
     if name not in _registered:
         close = get_close_matches(str(name), codec_names(), n=1)
-        raise ValueError(
+        raise StorageError(
             f"no codec is named {name!r}; {f'did you mean {close[0]}? ' if close else ''}choose one of "
             f"{', '.join(codec_names())} (a file named under `plugins` adds more)"
         )

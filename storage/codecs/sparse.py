@@ -11,8 +11,9 @@ import zstandard
 
 from storage.codecs.base import BOUNDS, StoredTeacher, TargetParts, TeacherCodec, TeacherRow
 from storage.codecs.registry import register
-from storage.codecs.symbols import leb128, read_leb128
+from storage.codecs.symbols import decompressed, leb128, read_leb128
 from storage.codecs.top_tokens import LARGEST, chunks, pack_top, unpack_top
+from storage.errors import StorageError
 
 
 @register
@@ -30,7 +31,7 @@ class Sparse(TeacherCodec):
 
     def encode(self, values: torch.Tensor, *, first: bool = False) -> bytes:
         if self.target is None:
-            raise ValueError(f"codec {self.name!r} needs the target's head to encode: set codec.target first")
+            raise StorageError(f"codec {self.name!r} needs the target's head to encode: set codec.target first")
         ids, codes, tails = [], [], []
         for part in chunks(values):
             log_p = self.target.logits(part).log_softmax(-1)
@@ -58,7 +59,7 @@ class Sparse(TeacherCodec):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
     ) -> torch.Tensor:
-        raise ValueError("codec 'sparse' keeps no states: read the row's `teacher`")
+        raise StorageError("codec 'sparse' keeps no states: read the row's `teacher`")
 
     def decode_teacher(
         self,
@@ -69,9 +70,11 @@ class Sparse(TeacherCodec):
         dtype: torch.dtype = torch.bfloat16,
     ) -> StoredTeacher:
         size, view = read_leb128(memoryview(payload).cast("B"))
-        ids, codes = unpack_top(view[:size], len(positions))
-        stored = zstandard.ZstdDecompressor().decompress(view[size:], max_output_size=len(positions))
-        tail = self._log_p(torch.from_numpy(np.frombuffer(stored, np.int8).copy()))
+        ids, codes = unpack_top(view[:size], len(positions), self.settings["top"])
+        stored = np.frombuffer(decompressed(view[size:], len(positions)), np.int8)
+        if len(stored) != len(positions):
+            raise StorageError(f"{len(stored)} tails found, {len(positions)} positions were expected")
+        tail = self._log_p(torch.from_numpy(stored.copy()))
         # Rounded log-probabilities do not quite add up to 1; all of them, tail included, are brought there.
         log_p = torch.cat([self._log_p(codes), tail[:, None]], dim=1).log_softmax(-1).to(device)
         return StoredTeacher(top_ids=ids.to(device), top_values=log_p[:, :-1], tail_mass=log_p[:, -1].exp())

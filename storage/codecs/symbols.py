@@ -15,6 +15,8 @@ from __future__ import annotations
 import numpy as np
 import zstandard
 
+from storage.errors import StorageError
+
 WIDE, NIBBLE, PAIR = 0, 1, 2
 PER_BYTE = {WIDE: 1, NIBBLE: 2, PAIR: 4}
 LARGEST = {WIDE: 127, NIBBLE: 7, PAIR: 1}
@@ -65,19 +67,20 @@ def unpack(payload: bytes | memoryview, classes: np.ndarray, rows: int) -> np.nd
     view = memoryview(payload).cast("B")
     stored_rows, view = read_leb128(view)
     if stored_rows != rows:
-        raise ValueError(f"the payload holds {stored_rows} rows, {rows} were expected")
+        raise StorageError(f"the payload holds {stored_rows} rows, {rows} were expected")
     sizes = []
     for _ in range(5):
         size, view = read_leb128(view)
         sizes.append(size)
     if sum(sizes) != len(view):
-        raise ValueError(f"sections of {sum(sizes)} bytes announced, {len(view)} bytes found")
-    decompressor = zstandard.ZstdDecompressor()
-    sections = []
-    for size in sizes:
-        sections.append(decompressor.decompress(view[:size]) if size else b"")
-        view = view[size:]
+        raise StorageError(f"sections of {sum(sizes)} bytes announced, {len(view)} bytes found")
     counts = {kind: int((classes == kind).sum()) for kind in (WIDE, NIBBLE, PAIR)}
+    most = [counts[kind] * -(-rows // PER_BYTE[kind]) for kind in (WIDE, NIBBLE, PAIR)]
+    most += [(counts[NIBBLE] + counts[PAIR]) * rows, 4 * len(classes) * rows]  # if every code escapes
+    sections = []
+    for size, most_bytes in zip(sizes, most, strict=True):
+        sections.append(decompressed(view[:size], most_bytes) if size else b"")
+        view = view[size:]
     parts = {
         kind: _split(sections[kind], counts[kind], rows, PER_BYTE[kind])
         for kind in (WIDE, NIBBLE, PAIR)
@@ -89,6 +92,8 @@ def unpack(payload: bytes | memoryview, classes: np.ndarray, rows: int) -> np.nd
         parts = {kind: part.astype(np.int32) for kind, part in parts.items()}
         first = first.astype(np.int32)
         wide = int((parts[WIDE] == -128).sum()) if WIDE in parts else 0
+        if wide + int((first == -128).sum()) != len(second):
+            raise StorageError(f"{len(second)} large codes found, others were announced")
         if wide:
             parts[WIDE][parts[WIDE] == -128] = second[:wide]
         first[first == -128] = second[wide:]
@@ -97,6 +102,8 @@ def unpack(payload: bytes | memoryview, classes: np.ndarray, rows: int) -> np.nd
         if kind in parts and len(first):
             holes = parts[kind] == -LARGEST[kind] - 1
             count = int(holes.sum())
+            if taken + count > len(first):
+                raise StorageError(f"{len(first)} escaped codes found, more were announced")
             parts[kind][holes] = first[taken : taken + count]
             taken += count
     if len(parts) == 1:
@@ -123,12 +130,27 @@ def _split(section: bytes, count: int, rows: int, per_byte: int) -> np.ndarray:
     columns = -(-rows // per_byte)
     packed = np.frombuffer(section, np.uint8)
     if len(packed) != count * columns:
-        raise ValueError(f"{count} coordinates of {rows} rows take {count * columns} bytes, {len(packed)} bytes found")
+        raise StorageError(f"{count} components of {rows} rows take {count * columns} bytes, {len(packed)} found")
     if per_byte == 1:
         return packed.view(np.int8).reshape(count, rows).copy()
     kind = NIBBLE if per_byte == 2 else PAIR
     codes = TABLES[kind][packed].view(np.int8).reshape(count, columns * per_byte)
     return codes[:, :rows]
+
+
+def decompressed(frame: memoryview, most: int) -> bytes:
+    """The content of a zstd frame of at most so many bytes. StorageError for one that announces more, or not how many.
+
+    zstd takes the memory that a frame announces before it looks at the frame's content.
+    """
+    try:
+        size = zstandard.frame_content_size(frame)
+        if not 0 <= size <= most:
+            announced = "does not say how many" if size < 0 else f"announces {size:,}"
+            raise StorageError(f"a zstd frame {announced} bytes, and at most {most:,} can be in it")
+        return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise StorageError(f"not a zstd frame: {error}") from error
 
 
 def leb128(value: int) -> bytes:
@@ -143,8 +165,8 @@ def leb128(value: int) -> bytes:
 def read_leb128(view: memoryview) -> tuple[int, memoryview]:
     value = shift = index = 0
     while True:
-        if index >= len(view):
-            raise ValueError("payload ends inside a size")
+        if index >= len(view) or shift > 56:
+            raise StorageError("the payload ends inside a size, or the size has no end")
         byte = view[index]
         value |= (byte & 127) << shift
         shift, index = shift + 7, index + 1

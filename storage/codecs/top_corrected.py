@@ -21,6 +21,7 @@ from storage.codecs.base import TargetParts, TeacherCodec
 from storage.codecs.symbols import leb128, read_leb128
 from storage.codecs.top_tokens import LARGEST, chunks, pack_top, unpack_top
 from storage.codecs.transform import Transform
+from storage.errors import StorageError
 
 REST = 3  # times K tokens after the top that stand for all others
 
@@ -45,6 +46,9 @@ class TopCorrected(TeacherCodec):
     def _coarse_settings(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Settings of the Transform that keeps the coarse states."""
 
+    def check(self) -> None:
+        self.coarse.check()
+
     def encode(self, values: torch.Tensor, *, first: bool = False) -> bytes:
         """The coarse states alone, [R, d]."""
         return self.coarse.encode(values, first=first)
@@ -64,7 +68,7 @@ class TopCorrected(TeacherCodec):
         if self.settings["top"] == 0:
             return leb128(len(coarse)) + coarse
         if self.target is None:
-            raise ValueError(f"codec {self.name!r} needs the target's head to encode: set codec.target first")
+            raise StorageError(f"codec {self.name!r} needs the target's head to encode: set codec.target first")
         ids, codes = corrections(
             exact, states, self.target, top=self.settings["top"], resolution=self.settings["resolution"]
         )
@@ -78,7 +82,7 @@ class TopCorrected(TeacherCodec):
         size, view = read_leb128(memoryview(payload).cast("B"))
         if self.settings["top"] == 0:
             return view[:size], {}
-        ids, codes = unpack_top(view[size:], positions)
+        ids, codes = unpack_top(view[size:], positions, self.settings["top"])
         values = codes.to(torch.float32) / self.settings["resolution"]
         return view[:size], {"top_ids": ids.to(device), "top_values": values.to(device)}
 

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 import zstandard
 
-from storage.codecs.symbols import leb128, read_leb128
+from storage.codecs.symbols import decompressed, leb128, read_leb128
+from storage.errors import StorageError
 
 LARGEST = 127
 CHUNK = 128  # positions whose logits exist at once
@@ -33,7 +34,7 @@ def pack_top(token_ids: torch.Tensor, codes: torch.Tensor, vocabulary: int, *, l
     ids = token_ids.cpu().numpy().astype(np.int64)
     steps = np.diff(ids, axis=1, prepend=-1) - 1
     if rows and (int(steps.min()) < 0 or int(ids.max()) >= vocabulary):
-        raise ValueError(f"top token ids must ascend within a row and lie in 0..{vocabulary - 1}")
+        raise StorageError(f"top token ids must ascend within a row and lie in 0..{vocabulary - 1}")
     planes = np.ascontiguousarray(steps.T).astype("<u4").reshape(count, rows, 1).view(np.uint8)
     values = np.ascontiguousarray(codes.cpu().numpy().T.astype(np.int8))
     compressor = zstandard.ZstdCompressor(level=level, write_content_size=True)
@@ -43,22 +44,26 @@ def pack_top(token_ids: torch.Tensor, codes: torch.Tensor, vocabulary: int, *, l
     return head + b"".join(leb128(len(section)) for section in sections) + b"".join(sections)
 
 
-def unpack_top(payload: bytes | memoryview, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes to ids [P, K] int64 and codes [P, K] int8. ValueError if they are not those of `rows` rows."""
+def unpack_top(payload: bytes | memoryview, rows: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes to ids [P, K] int64 and codes [P, K] int8. StorageError unless they are of `rows` rows and K <= `most`."""
     count, view = read_leb128(memoryview(payload).cast("B"))
+    if not (1 <= count <= most and len(view) and view[0] in (2, 3)):
+        raise StorageError(f"top tokens: {count} a row found, 1 to {most} were expected")
     width, view = view[0], view[1:]
     sizes = []
     for _ in range(width + 1):
         size, view = read_leb128(view)
         sizes.append(size)
     if sum(sizes) != len(view):
-        raise ValueError(f"top tokens: sections of {sum(sizes)} bytes announced, {len(view)} bytes found")
-    decompressor, steps = zstandard.ZstdDecompressor(), np.zeros((count, rows), np.int64)
-    for place, size in enumerate(sizes):
-        section = np.frombuffer(decompressor.decompress(view[:size]), np.uint8)
+        raise StorageError(f"top tokens: sections of {sum(sizes)} bytes announced, {len(view)} bytes found")
+    sections = []
+    for size in sizes:
+        sections.append(np.frombuffer(decompressed(view[:size], count * rows), np.uint8))
         view = view[size:]
-        if section.size != count * rows:
-            raise ValueError(f"top tokens of {section.size // max(count, 1)} rows found, {rows} rows were expected")
+        if sections[-1].size != count * rows:
+            raise StorageError(f"top tokens of {sections[-1].size // count} rows found, {rows} rows were expected")
+    steps = np.zeros((count, rows), np.int64)
+    for place, section in enumerate(sections):
         if place < width:
             steps += section.reshape(count, rows).astype(np.int64) << (8 * place)
     codes = torch.from_numpy(section.view(np.int8).reshape(count, rows).copy())

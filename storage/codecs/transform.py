@@ -10,6 +10,7 @@ import torch
 from storage.codecs.base import Sample, gather
 from storage.codecs.quantised import Quantised, apply
 from storage.codecs.registry import register
+from storage.errors import StorageError
 
 
 @register
@@ -41,7 +42,7 @@ class Transform(Quantised):
             ("output", ("states", "coordinates")),
         ):
             if found[option] not in allowed:
-                raise ValueError(f"{option} = {found[option]!r}: choose one of {', '.join(allowed)}")
+                raise StorageError(f"{option} = {found[option]!r}: choose one of {', '.join(allowed)}")
         return found
 
     @classmethod
@@ -61,7 +62,7 @@ class Transform(Quantised):
         step, metric, kind = codec.settings["step"], codec.settings["metric"], codec.settings["decorrelate"]
         if metric == "given":
             if not tensors or "metric" not in tensors:
-                raise ValueError('metric = "given" needs the matrix: pass tensors={"metric": [W, W]} to fit_codec')
+                raise StorageError('metric = "given" needs the matrix: pass tensors={"metric": [W, W]} to fit_codec')
             root, inverse_root = _roots(tensors["metric"], codec.settings["ridge"])
         else:
             weight = (
@@ -70,7 +71,7 @@ class Transform(Quantised):
             root, inverse_root = torch.diag(weight), torch.diag(1 / weight)
         if kind == "none":
             if metric == "given":
-                raise ValueError('metric = "given" needs decorrelate = "joint"')
+                raise StorageError('metric = "given" needs decorrelate = "joint"')
             codec.fit_steps(states, step / torch.diagonal(root))
         else:
             blocks = 1 if kind == "joint" or metric == "given" else layers

@@ -27,16 +27,16 @@ from typing import IO, Any, TypeVar
 import pyarrow as pa
 import pyarrow.fs as pafs
 
+from storage.errors import StorageError, StorageFull, UnsafeName
+from storage.files.names import checked_name, path_inside
+
 TEMPORARY_SUFFIX = ".writing"
 GCS_RETRY_SECONDS = 30  # of one attempt within Google's client, whose own default is a quarter of an hour
 ATTEMPTS, PAUSE = 5, 0.2  # of a request to an object store; seconds before the second one, doubled for each further
+_TEMPORARY = re.compile(r"\..+\.(?P<host>[^.]*)\.(?P<pid>\d{1,10})\.[0-9a-f]+" + re.escape(TEMPORARY_SUFFIX))
 CHUNK = 8 << 20  # bytes read or written at a time
 
 Result = TypeVar("Result")
-
-
-class StorageFull(ValueError):
-    """No room for what is to be written: the disk is full, or a configured limit is reached."""
 
 
 class Folder:
@@ -49,10 +49,12 @@ class Folder:
                 self._fs, self._path = pafs.FileSystem.from_uri(_with_short_retries(self.url))
             except (pa.ArrowInvalid, OSError) as error:  # no such scheme; no such bucket, or no way to its store
                 shown = f"cannot open {_without_secrets(self.url)!r}: {_without_secrets(str(error))}"
-                raise ValueError(f"{shown}; expected a local path, s3://... or gs://...") from error
+                raise StorageError(f"{shown}; expected a local path, s3://... or gs://...") from error
+            if ".." in self._path.split("/"):
+                raise StorageError(f"{_without_secrets(self.url)}: a store has no folder above another; leave `..` out")
         else:
             self._fs, self._path = pafs.LocalFileSystem(), os.path.abspath(os.path.expanduser(self.url))
-        self._path = self._path.rstrip("/")
+        self._path = self._path.rstrip("/") or "/"
         self.is_local = isinstance(self._fs, pafs.LocalFileSystem)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -65,8 +67,21 @@ class Folder:
         return _without_secrets(self.url)
 
     def full(self, name: str) -> str:
-        """The path of `name` on this folder's file system."""
-        return f"{self._path}/{name}" if name else self._path
+        """The path of `name` on this folder's file system. UnsafeName for one that would climb out of the folder."""
+        if name.startswith("/") or "\0" in name or ".." in name.split("/"):
+            raise UnsafeName(f"{self}: {name[:80]!r} is not in this folder")
+        return f"{self._path.rstrip('/')}/{name}" if name else self._path
+
+    def inside(self, name: object, source: str) -> str:
+        """`name`, which the file `source` gives, once it is sure to lie in this folder; see `storage.files.names`."""
+        if self.is_local:
+            path_inside(self._path, name, source)
+        return checked_name(name, source)
+
+    @property
+    def resolved(self) -> str:
+        """One text for one place: the path with links and `..` resolved, or the store's kind, bucket and path."""
+        return os.path.realpath(self._path) if self.is_local else f"{self._fs.type_name}://{self._path}"
 
     def location(self, name: str = "") -> str:
         """Path or URL of something in the folder."""
@@ -76,7 +91,7 @@ class Folder:
     def local_path(self, name: str = "") -> Path:
         """The path of `name` for code that needs a real file; only for local folders."""
         if not self.is_local:
-            raise ValueError(f"{self.url} is not on a local file system; make a local copy first")
+            raise StorageError(f"{self} is not on a local file system; make a local copy first")
         return Path(self.full(name))
 
     def make(self, name: str = "") -> None:
@@ -108,7 +123,7 @@ class Folder:
         """Files below `name` with their sizes in bytes, sorted by name; temporary ones included."""
         selector = pafs.FileSelector(self.full(name), recursive=recursive, allow_not_found=True)
         found = self._patiently(name, lambda: self._fs.get_file_info(selector))
-        prefix = len(self._path) + 1
+        prefix = len(self._path.rstrip("/")) + 1
         return dict(sorted((i.path[prefix:], int(i.size)) for i in found if i.type == pafs.FileType.File))
 
     def read(self, name: str) -> bytes:
@@ -151,15 +166,15 @@ class Folder:
         self,
         name: str,
         request: Callable[[], Result],
-        lasting: tuple[type[OSError], ...] = (FileNotFoundError, PermissionError),
+        final: tuple[type[OSError], ...] = (FileNotFoundError, PermissionError),
     ) -> Result:
-        """The request's result, tried again if this is an object store, except after an error that is `lasting`."""
+        """The request's result, tried again if this is an object store, except after an error that is `final`."""
         if self.is_local:
             return request()
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return request()
-            except lasting as error:
+            except final as error:
                 reason = _without_secrets(str(error))
                 raise type(error)(error.errno, f"{self.describe(name)}: {reason}") from error
             except (OSError, pa.ArrowInvalid) as error:  # the latter is what a store says of a broken-off upload
@@ -204,7 +219,7 @@ class Folder:
             yield spool
             size = spool.tell()
             # Half an upload may be forgotten by the store: "not found" is then no last word.
-            self._patiently(name, lambda: self._upload(name, spool), lasting=(PermissionError,))
+            self._patiently(name, lambda: self._upload(name, spool), final=(PermissionError,))
         if self.size(name) != size:
             raise OSError(f"{self.describe(name)}: {self.size(name)} bytes arrived of {size}; start again")
 
@@ -253,7 +268,7 @@ class Folder:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(handle)
-            raise ValueError(f"another process is writing to {self}: wait for it, or give another folder") from None
+            raise StorageError(f"another process is writing to {self}: wait for it, or give another folder") from None
         except OSError:  # no locks on folders here
             pass
         try:
@@ -267,12 +282,10 @@ class Folder:
         """Remove temporary files whose writer is gone (or all of them, when nobody else can be writing)."""
         if not self.is_local:
             return []
-        removed = []
-        for name in self.files():
-            if name.endswith(TEMPORARY_SUFFIX) and (everything or not _writer_lives(name)):
-                self.remove(name)
-                removed.append(name)
-        return removed
+        dead = [name for name in self.files() if is_temporary(name) and (everything or not _writer_lives(name))]
+        for name in dead:
+            self.remove(name)
+        return dead
 
 
 @contextmanager
@@ -303,15 +316,20 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
+def is_temporary(name: str) -> bool:
+    """Whether `temporary_name` made it; any other file that happens to end like one is somebody's own."""
+    return _TEMPORARY.fullmatch(name.rpartition("/")[2]) is not None
+
+
 def _writer_lives(name: str) -> bool:
-    host, pid = name.removesuffix(TEMPORARY_SUFFIX).rsplit(".", 3)[-3:-1]
-    if host != socket.gethostname().replace(".", "-"):
+    writer = _TEMPORARY.fullmatch(name.rpartition("/")[2])
+    if writer is None or writer["host"] != socket.gethostname().replace(".", "-"):
         return True  # another machine's: only `finish` may remove it
     try:
-        os.kill(int(pid), 0)
+        os.kill(int(writer["pid"]), 0)
     except ProcessLookupError:
         return False
-    except (PermissionError, ValueError):
+    except (PermissionError, OverflowError):
         return True
     return True
 

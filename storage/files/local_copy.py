@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import tempfile
@@ -13,8 +12,11 @@ from os import PathLike, utime
 from pathlib import Path
 from typing import IO, Any
 
-from storage.cache.records import AGAIN, CacheCorrupt
-from storage.files.filesystems import Folder, StorageFull, full_disk_named, temporary_name
+from filelock import FileLock
+
+from storage.cache.records import AGAIN
+from storage.errors import CacheCorrupt, StorageError, StorageFull
+from storage.files.filesystems import Folder, full_disk_named, temporary_name
 
 ATTEMPTS, PAUSE = 4, 0.5  # for a shard that arrives altered; seconds before the second one, doubled for each further
 WAIT = 0.1  # seconds between two looks for room
@@ -36,14 +38,17 @@ class LocalCopy:
             path = f"{tempfile.gettempdir()}/dspark-shards-{hashlib.sha256(remote.url.encode()).hexdigest()[:16]}"
         self.local = Folder(path)
         if not self.local.is_local:
-            raise ValueError(f"the local copy {self.local} is not on this machine: give a folder")
+            raise StorageError(f"the local copy {self.local} is not on this machine: give a folder")
         for name in ("shards", "locks"):
             self.local.make(name)
         self.local.remove_dead_temporaries()
 
     def fetch(self, record: Mapping[str, Any]) -> Folder:
-        """Make sure that the record's shard is in the local folder, whole and unaltered; returns that folder."""
-        name = record["shard"]
+        """Make sure that the record's shard is in the local folder, whole and unaltered; returns that folder.
+
+        UnsafeName for a record whose shard would lie elsewhere.
+        """
+        name = self.local.inside(record["shard"], str(self.remote))
         if not self._here(record):
             with self._lock(Path(name).name):
                 if not self._here(record):
@@ -141,6 +146,5 @@ class LocalCopy:
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:
         """One process at a time; the kernel gives the lock back when its holder ends, however it ends."""
-        with open(self.local.local_path(f"locks/{name}"), "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with FileLock(self.local.local_path(f"locks/{name}")):
             yield
