@@ -68,7 +68,7 @@ def report(
 
 def accepted_lengths_text(evaluated: dict[str, Any]) -> str:
     """The accepted lengths that an evaluation left, one a line."""
-    from pipelines.reporting.page_parts import name_of
+    from pipelines.reporting.looks import name_of
 
     lines = []
     for place, value in evaluated["accepted_length"].items():

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
+from markupsafe import Markup
+
 WIDTH = 340
 
 Points = Sequence[tuple[float, float | None]]
@@ -64,10 +66,10 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     return [round(index * step, 10) for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def figure(width: int, height: int, title: str, description: str, body: str, kind: str = "chart") -> str:
+def figure(width: int, height: int, title: str, description: str, body: str, kind: str = "chart") -> Markup:
     """An SVG element; title and description are its accessible name."""
     name = escape(f"{title}. {description}", quote=True)
-    return f'<svg class="{kind}" viewBox="0 0 {width} {height}" role="img" aria-label="{name}">{body}</svg>'
+    return Markup(f'<svg class="{kind}" viewBox="0 0 {width} {height}" role="img" aria-label="{name}">{body}</svg>')
 
 
 def line_chart(
@@ -86,7 +88,7 @@ def line_chart(
     bars: Sequence[tuple[float, float, float]] = (),
     height: int = 220,
     cursor: bool = False,
-) -> str:
+) -> Markup:
     """Lines with markers, bands and optional bars (x from, x to, share of the height), on linear axes."""
     left, right, top, bottom = 38, 14, 16, 36
     span_x = x_range[1] - x_range[0] or 1.0
@@ -186,7 +188,7 @@ def marker(kind: str, x: float, y: float, tone: str, tip: str = "", size: float 
     return f'<circle cx="{x}" cy="{y}" r="{size}" {look}>{title}</circle>'
 
 
-def tape(value: float | None, low: float | None, high: float | None, cells: int, tone: str, name: str) -> str:
+def tape(value: float | None, low: float | None, high: float | None, cells: int, tone: str, name: str) -> Markup:
     """Accepted length on its own scale: one cell a token that a round can yield, filled to the mean.
 
     The whisker below is the interval.
@@ -231,7 +233,7 @@ class IntervalPoint:
 
 def interval_chart(
     rows: Sequence[tuple[str, Sequence[IntervalPoint]]], *, title: str, x_label: str, start: float
-) -> str:
+) -> Markup:
     """Dots with whiskers, one row a label, one dot a series."""
     known = [v for _, estimates in rows for e in estimates for v in (e.value, e.high) if v is not None]
     end = max([*known, start + 1]) * 1.02
@@ -272,7 +274,7 @@ def interval_chart(
     return figure(WIDTH, total, title, told or "no data", "".join(out))
 
 
-def bar_chart(rows: Sequence[tuple[str, float | None, str, str]], *, title: str) -> str:
+def bar_chart(rows: Sequence[tuple[str, float | None, str, str]], *, title: str) -> Markup:
     """Horizontal bars: (label, value, text at its end, tone)."""
     most = max((value for _, value, _, _ in rows if value is not None), default=0) or 1.0
     out, pitch = [], 40
@@ -289,7 +291,7 @@ def bar_chart(rows: Sequence[tuple[str, float | None, str, str]], *, title: str)
 
 def stacked_bar(
     rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, title: str, unit: Callable[[float], str]
-) -> str:
+) -> Markup:
     """Bars of parts on one scale: (label, [(part, size)])."""
     most = max((sum(size for _, size in parts) for _, parts in rows), default=0) or 1.0
     tones = ("a", "b", "d", "c")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipelines.reporting.charts import number, percent
-from pipelines.reporting.page_parts import name_of
+from pipelines.reporting.looks import name_of
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:

@@ -1,116 +1,182 @@
-"""index.html: one self-contained page, rendered from report.json and from nothing else."""
+"""index.html: one self-contained page, rendered from report.json and from nothing else.
+
+What is said stands in `templates/` (one file a section, escaped by Jinja), what is drawn in `page_charts`, the rows of
+tables in `page_tables`.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from html import escape
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
-from pipelines.reporting import page_confidence, page_record, page_results, page_serving
-from pipelines.reporting.style import SCRIPT, STYLE
+import jinja2
+from markupsafe import Markup
 
-# Nothing may be fetched, whatever stands in a title or a sample text.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-# An eight-cell tape, the mark of these pages.
-_ICON = (
-    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E%3Cg fill='%230a6c70'%3E"
-    "%3Crect y='4' width='4.5' height='8' rx='1'/%3E%3Crect x='5.5' y='4' width='4.5' height='8' rx='1'/%3E%3C/g%3E"
-    "%3Crect x='11' y='4' width='4.5' height='8' rx='1' fill='%23bbb'/%3E%3C/svg%3E"
-)
+from pipelines.reporting import page_charts, page_tables
+from pipelines.reporting.charts import number, percent, tape
+from pipelines.reporting.looks import FEW, POLICY_NAMES, domain_look, look_of, name_of, policy_look
+from pipelines.reporting.terms import TERMS
+
 SECTIONS = (
-    ("lengths", "Accepted length", page_results.accepted_length),
-    ("speed", "By the clock", page_results.speed),
-    ("positions", "Slot by slot", page_results.positions),
-    ("confidence", "Confidence", page_confidence.confidence),
-    ("serving", "Under load", page_serving.serving),
-    ("samples", "Sample texts", page_record.samples),
-    ("training", "Training", page_record.training),
-    ("cache", "Target cache", page_record.cache),
-    ("data", "Data", page_record.data),
-    ("provenance", "Provenance", page_record.provenance),
-    ("terms", "Terms", page_record.terms),
+    ("lengths", "Accepted length"),
+    ("speed", "By the clock"),
+    ("positions", "Slot by slot"),
+    ("confidence", "Confidence"),
+    ("serving", "Under load"),
+    ("samples", "Sample texts"),
+    ("training", "Training"),
+    ("cache", "Target cache"),
+    ("data", "Data"),
+    ("provenance", "Provenance"),
+    ("terms", "Terms"),
 )
 
 
 def render_page(report: Mapping[str, Any]) -> str:
     """The page as text. The same report gives the same bytes."""
-    links = [("checks", "Checks")] + [(name, title) for name, title, _ in SECTIONS]
-    menu = "".join(f'<li><a href="#{name}">{escape(title)}</a></li>' for name, title in links)
-    body = "".join(
-        f'<section id="{name}" aria-labelledby="{name}-h"><h2 id="{name}-h">{escape(title)}</h2>'
-        f"{render(report)}</section>"
-        for name, title, render in SECTIONS
-    )
-    thresholds = json.dumps([row["thresholds"] for row in report["confidence"]], separators=(",", ":"))
-    load = json.dumps(page_serving.serving_data(report), separators=(",", ":"))
+    serving = report["serving"]
+    names = ("policies", "users", "threshold", "replayed", "rounds", "costs")
+    data = {name: serving[name] for name in names} | {"names": POLICY_NAMES} if serving else None
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="color-scheme" content="light dark">'
-        f'<title>{escape(report["title"])}</title><link rel="icon" href="{_ICON}"><style>{STYLE}</style></head><body>'
-        '<a class="skip" href="#main">Skip to the figures</a>'
-        f'{_header(report)}<nav aria-label="Sections"><ul>{menu}</ul></nav>'
-        f'<main id="main">{_checks(report)}{body}</main>{_footer(report)}'
-        f'<script type="application/json" id="thresholds">{_script_safe(thresholds)}</script>'
-        f'<script type="application/json" id="serving-data">{_script_safe(load)}</script>'
-        f"<script>{SCRIPT}{page_serving.SERVING_SCRIPT}</script></body></html>\n"
+        _environment()
+        .get_template("page.html")
+        .render(
+            report=report,
+            sections=SECTIONS,
+            style=_file("page.css"),
+            script=_file("page.js"),
+            thresholds=_script_data([row["thresholds"] for row in report["confidence"]]),
+            serving_data=_script_data(data),
+        )
     )
 
 
-def _script_safe(text: str) -> str:
-    return text.replace("<", "\\u003c")
+@cache
+def _environment() -> jinja2.Environment:
+    found = jinja2.Environment(
+        loader=jinja2.PackageLoader("pipelines.reporting"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.ChainableUndefined,
+    )
+    found.filters |= {
+        "number": number,
+        "percent": percent,
+        "g": lambda value: f"{value:g}",
+        "thousands": lambda value: f"{value:,}",
+        "name": name_of,
+        "bytes": _bytes,
+        "inline": _inline,
+        "listed": _listed,
+        "one_line": _one_line,
+        "json": lambda value: json.dumps(value, indent=2, ensure_ascii=False),
+    }
+    found.globals |= {
+        "charts": page_charts,
+        "tables": page_tables,
+        "tape": tape,
+        "temperatures": lambda rows: sorted({row["temperature"] for row in rows}),
+        "slot_names": lambda count: [f"slot {slot + 1}" for slot in range(count)],
+        "without": lambda values, name: {key: value for key, value in values.items() if key != name},
+        "facts": _facts,
+        "most_tokens": _most_tokens,
+        "provenance": _provenance,
+        "round_told": _round_told,
+        "look_of": look_of,
+        "domain_look": domain_look,
+        "policy_look": policy_look,
+        "policy_names": POLICY_NAMES,
+        "FEW": FEW,
+        "TERMS": TERMS,
+    }
+    return found
 
 
-def _header(report: Mapping[str, Any]) -> str:
-    subject = report["subject"]
-    target, drafter = subject["target"], subject["drafter"]
+@cache
+def _file(name: str) -> Markup:
+    return Markup((files("pipelines.reporting") / "templates" / name).read_text(encoding="utf-8"))
+
+
+def _script_data(value: Any) -> Markup:
+    """JSON for a script element, which nothing in it can end."""
+    return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
+
+
+def _facts(report: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    target, drafter = report["subject"]["target"], report["subject"]["drafter"]
+    rank = drafter.get("markov_rank")
+    head = f"{drafter.get('markov_head_type') or 'vanilla'}, rank {rank}" if rank else "none"
     facts = [
         ("target", target.get("name")),
         ("drafter", drafter.get("algorithm")),
         ("block", f"{drafter['block_size']} draft slots" if drafter.get("block_size") else None),
-        ("sequential head", _head(drafter)),
+        ("sequential head", None if rank is None else head),
         ("measured", report["created"][:10]),
     ]
-    items = "".join(f"<li>{escape(name)} <b>{escape(str(value))}</b></li>" for name, value in facts if value)
-    lede = " ".join(report["summary"]) or "Nothing has been evaluated yet: this report holds no decoding rounds."
-    return (
-        '<header><p class="eyebrow">Speculative decoding, measured</p>'
-        f'<h1>{escape(report["title"])}</h1><p class="lede">{escape(lede)}</p><ul class="facts">{items}</ul></header>'
-    )
+    return [(name, value) for name, value in facts if value]
 
 
-def _head(drafter: Mapping[str, Any]) -> str | None:
-    rank = drafter.get("markov_rank")
-    if rank is None:
-        return None
-    return f"{drafter.get('markov_head_type') or 'vanilla'}, rank {rank}" if rank else "none"
+def _most_tokens(report: Mapping[str, Any]) -> int:
+    """Tokens that a round can yield: the block and the target's own."""
+    block = report["subject"]["drafter"].get("block_size")
+    seen = [row["value"] for row in report["accepted_length"] if row["value"] is not None]
+    return block + 1 if block else max(2, round(max(seen, default=1) + 1))
 
 
-def _checks(report: Mapping[str, Any]) -> str:
-    flags = report["flags"]
-    items = "".join(
-        f'<li class="flag-{escape(flag["level"])}"><b>{"Warning" if flag["level"] == "warning" else "Note"}.</b> '
-        f"{escape(flag['text'])}</li>"
-        for flag in flags
-    )
-    items = items or "<li><b>Nothing stood out.</b> The texts do not loop, and there are rounds enough.</li>"
-    equality = report["equality"]
-    if equality and equality["equal"] + equality["ties"] == equality["compared"]:
-        tied = f", {equality['ties']} of them but for a tie in the target's logits" if equality["ties"] else ""
-        items += (
-            f'<li class="good"><b>Lossless.</b> All {equality["compared"]} greedy texts equal plain greedy decoding, '
-            f"token for token{tied}.</li>"
-        )
-    return (
-        '<section id="checks" aria-labelledby="checks-h"><h2 id="checks-h">Before you believe it</h2>'
-        f'<ul class="flags">{items}</ul></section>'
-    )
+def _provenance(report: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
+    """What is shown as it is, and what is folded away."""
+    flat: dict[str, Any] = {}
+    long: list[tuple[str, Any]] = []
+    for name, value in report["provenance"].items():
+        if isinstance(value, Mapping) and len(json.dumps(value, default=str)) > 160:
+            long.append((name, value))
+        else:
+            flat[name] = " ".join(map(str, value)) if name == "command" and isinstance(value, list) else value
+    long += [(name, report["subject"][name]) for name in ("target", "drafter", "contract") if report["subject"][name]]
+    return flat, long
 
 
-def _footer(report: Mapping[str, Any]) -> str:
-    return (
-        f"<footer><p>Made {escape(report['created'])} from the event log of one evaluation. The same figures stand in "
-        "<code>report.json</code> and <code>report.md</code> beside this page.</p></footer>"
-    )
+def _round_told(order: int, entry: Mapping[str, Any]) -> str:
+    """A round of a sample text in words."""
+    parts = [f"Round {order}: {len(entry['accepted'])} kept"]
+    cut = entry["cut"]
+    drafts = [f"“{_one_line(piece)}” ✓" for piece in entry["accepted"]]
+    drafts += [f"“{_one_line(piece)}” cut" for piece in entry["dropped"][:cut]]
+    drafts += [f"“{_one_line(piece)}”" + ("" if late else " ✗") for late, piece in enumerate(entry["dropped"][cut:])]
+    if drafts:
+        parts.append("drafted " + " ".join(drafts))
+    if entry["target"] is not None:
+        parts.append(f"then the target's own “{_one_line(entry['target'])}”")
+    if entry["confidence"]:
+        parts.append("confidence " + " ".join(f"{value:.2f}" for value in entry["confidence"]))
+    return "; ".join(parts) + "."
+
+
+def _one_line(piece: str) -> str:
+    return piece.replace("\n", "⏎")
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    words = [str(value) for value in numbers]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_inline(entry)}" for name, entry in value.items())
+    if isinstance(value, list):
+        return ", ".join(_inline(entry) for entry in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -11,7 +11,7 @@ from dspark.decoding.scheduling import threshold
 from dspark.serving import mean_field
 from pipelines.evaluation.round_log import EVENT_SCHEMA
 from pipelines.evaluation.serving import conditional, measured_points, recording_of
-from pipelines.reporting.page_serving import serving as section
+from pipelines.reporting.page import render_page
 
 
 def test_measured_points_against_plain_counting() -> None:
@@ -59,11 +59,10 @@ def test_light_and_heavy_load() -> None:
 
 
 def test_every_policy_and_load_stands_on_the_page() -> None:
-    report = full_report()
-    text = section(report)
+    text = render_page(full_report()).partition('<section id="serving"')[2].partition("</section>")[0]
     for name in ("no drafting", "one slot", "scheduler", "two steps behind"):
         assert text.count(name) > len(LOADS)
-    assert section({"serving": None}).startswith('<p class="note">No step costs')
+    assert "No step costs were measured" in render_page({**full_report(), "serving": None})
 
 
 def page_threshold(level: float, users: int) -> list[float]:
