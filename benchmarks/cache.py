@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from dspark.checkpoint import load_drafter
 from dspark.decoding.target_tail import TargetTail
+from dspark.models.checkpoint import load_drafter
 from pipelines.data.chat import generated_sample
 from pipelines.settings import Settings, load_settings
 from pipelines.stages.capture import CaptureWorker, Conversation, teacher_row

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from cluster.schedule import learning_rate_factor
-from dspark.checkpoint import load_drafter, save_drafter
 from dspark.decoding.decoder import Decoder, Request, SamplingConfig
 from dspark.decoding.proposers import Committed, proposer_for
 from dspark.losses import LossConfig, add_sums, metrics_of
+from dspark.models.checkpoint import load_drafter, save_drafter
 from pipelines.data.chat import render_prompt
 from pipelines.settings import Settings
 from pipelines.stages.decode_events import read_split

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from dspark.acceptance import RoundTable, accepted_length
-from dspark.checkpoint import load_drafter
 from dspark.decoding.decoder import Decoder, Request
 from dspark.decoding.proposers import proposer_for
 from dspark.decoding.step_timing import measure_step_costs
 from dspark.decoding.target import Target
+from dspark.models.checkpoint import load_drafter
 
 QUESTIONS = (
     "Write a short story about a fox and a bridge.",

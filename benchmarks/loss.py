@@ -67,9 +67,9 @@ def measure(case: Case, way: str, *, repeats: int, threads: int, chunk: int | No
 
     from dspark.anchors import draw_anchors, supervised_mask
     from dspark.losses import LossConfig, fused_loss, output_head_of
+    from dspark.models.heads import SequentialHead
     from dspark.output_head import log_normalizers
     from dspark.packing import DenseTeacher, Sample, pack
-    from dspark.sequential_heads import SequentialHead
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)

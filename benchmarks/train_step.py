@@ -150,8 +150,8 @@ class Bench:
         from transformers import Qwen3Config
 
         from dspark.config import DrafterConfig
-        from dspark.drafter import Drafter
         from dspark.losses import LossConfig
+        from dspark.models.dspark import DSpark
         from pipelines.training.batches import SampleIndex, StepPlan
         from pipelines.training.loader import PackReader
         from pipelines.training.model import BlockLoss
@@ -178,7 +178,7 @@ class Bench:
             markov_rank=shape.rank,
             target_layer_ids=tuple(range(0, 5 * shape.captured, 5)),
         )
-        self.drafter = Drafter(config)
+        self.drafter = DSpark(config)
         self.drafter.initialise_random(0)
         self.drafter = self.drafter.to(device, torch.float32)
         table = torch.randn(shape.vocabulary, shape.hidden, device=device) * 0.05

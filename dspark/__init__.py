@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dspark.checkpoint import load_drafter as load_drafter
+    from dspark.models.checkpoint import load_drafter as load_drafter
 
 __all__ = ["load_drafter"]
 
@@ -11,7 +11,7 @@ __all__ = ["load_drafter"]
 def __getattr__(name: str) -> Any:
     # Late, so that importing the package's configuration costs no torch.
     if name == "load_drafter":
-        from dspark.checkpoint import load_drafter
+        from dspark.models.checkpoint import load_drafter
 
         return load_drafter
     raise AttributeError(f"module 'dspark' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What differs between model families, in one place: field names of configs, norms, scales, block parts.
+"""What differs between model families, in one place: an entry of FAMILIES is a family.
 
 `qwen3` is the block for dense targets (Qwen2, Qwen3, Llama, Mistral, SmolLM and kin); `gemma4` has
 scaled embeddings, four norms a layer, normalised values, keys as values and an attention scale of 1.
@@ -10,47 +10,73 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-GEMMA4_MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The parts that one backbone is composed of."""
+    """The parts that one backbone is composed of, and where a text config keeps their sizes."""
 
-    name: str
     dspark_architecture: str
-    scaled_embedding: bool  # embeddings are multiplied by sqrt(d)
-    unit_attention_scale: bool  # otherwise head_dim ** -0.5
-    normalised_values: bool  # RMS norm without a weight
-    sandwich_norms: bool  # a second norm on the output of attention and of the MLP
-    layer_scalar: bool  # each layer's output is multiplied by a stored number
+    model_types: tuple[str, ...] = ()  # of the targets that are read this way; qwen3 takes all others
+    scaled_embedding: bool = False  # embeddings are multiplied by sqrt(d)
+    unit_attention_scale: bool = False  # otherwise head_dim ** -0.5
+    normalised_values: bool = False  # RMS norm without a weight
+    sandwich_norms: bool = False  # a second norm on the output of attention and of the MLP
+    layer_scalar: bool = False  # each layer's output is multiplied by a stored number
+    keys_as_values: bool = False  # where the config says `attention_k_eq_v`
+    rope_by_layer_type: bool = False  # rotary settings of the full-attention layers stand under `full_attention`
+    head_dim: str = "head_dim"  # the config's name for the size of a full-attention head
+    key_heads: str = "num_key_value_heads"  # and for their number, where keys are values or it is the usual name
+    activation: str = "hidden_act"
+    default_activation: str = "silu"
+    default_theta: float = 1e4
+    of_the_target: tuple[str, ...] = ()  # what a drafter's config.json takes over from its target's as it stands
+    not_in_a_drafter: Mapping[str, Any]  # what readers would otherwise fill in by the target's kind
 
 
 FAMILIES: dict[str, Family] = {
     "qwen3": Family(
-        name="qwen3",
         dspark_architecture="Qwen3DSparkModel",
-        scaled_embedding=False,
-        unit_attention_scale=False,
-        normalised_values=False,
-        sandwich_norms=False,
-        layer_scalar=False,
+        not_in_a_drafter={"attention_dropout": 0.0, "sliding_window": None, "use_sliding_window": False},
     ),
     "gemma4": Family(
-        name="gemma4",
         dspark_architecture="Gemma4DSparkModel",
+        model_types=("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
         scaled_embedding=True,
         unit_attention_scale=True,
         normalised_values=True,
         sandwich_norms=True,
         layer_scalar=True,
+        keys_as_values=True,
+        rope_by_layer_type=True,
+        head_dim="global_head_dim",
+        key_heads="num_global_key_value_heads",
+        activation="hidden_activation",
+        default_activation="gelu_pytorch_tanh",
+        default_theta=1e6,
+        # Sizes of the sliding layers and rotary settings by kind of layer, which it has even where no layer slides.
+        of_the_target=("rope_parameters", "head_dim", "num_key_value_heads", "sliding_window"),
+        not_in_a_drafter={
+            "attention_dropout": 0.0,
+            "final_logit_softcapping": None,
+            "enable_moe_block": False,
+            "hidden_size_per_layer_input": 0,
+            "moe_intermediate_size": None,
+            "num_experts": None,
+            "num_kv_shared_layers": 0,
+            "top_k_experts": None,
+            "use_bidirectional_attention": None,
+            "use_double_wide_mlp": False,
+        },
     ),
 }
+
+# A token that never stands in text, by the target's `model_type`: the paper's choice.
+MASK_TOKEN_IDS = {"qwen3": 151669, **dict.fromkeys(FAMILIES["gemma4"].model_types, 4)}
 
 
 def family_of(model_type: str) -> str:
     """The drafter family for a target's `model_type`."""
-    return "gemma4" if model_type in GEMMA4_MODEL_TYPES else "qwen3"
+    return next((name for name, family in FAMILIES.items() if model_type in family.model_types), "qwen3")
 
 
 def as_dict(text_config: Any) -> dict[str, Any]:
@@ -63,42 +89,34 @@ def as_dict(text_config: Any) -> dict[str, Any]:
     values = dict(text_config.to_dict())
     values["model_type"] = text_config.model_type
     # Newer Gemma-4 configs keep the full-attention layers' sizes behind this accessor only.
-    if family_of(text_config.model_type) == "gemma4" and hasattr(text_config, "per_layer_config"):
+    family = FAMILIES[family_of(text_config.model_type)]
+    if family.rope_by_layer_type and hasattr(text_config, "per_layer_config"):
         full = text_config.per_layer_config["full_attention"]
-        values["global_head_dim"] = full.head_dim
-        values["num_global_key_value_heads"] = full.num_key_value_heads
+        values[family.head_dim] = full.head_dim
+        values[family.key_heads] = full.num_key_value_heads
     return values
 
 
 def read_sizes(values: Mapping[str, Any], family: str) -> dict[str, Any]:
     """The fields of `DrafterConfig` that a text config (a target's, or a checkpoint's config.json) determines."""
+    of = FAMILIES[family]
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
-    sizes = {
+    keys_as_values = of.keys_as_values and bool(values.get("attention_k_eq_v", False))
+    global_key_heads = values.get(of.key_heads) if keys_as_values else None
+    return {
         "vocab_size": values["vocab_size"],
         "hidden_size": hidden,
         "intermediate_size": _first(values["intermediate_size"]),
         "num_attention_heads": heads,
+        "num_key_value_heads": global_key_heads or values.get("num_key_value_heads") or heads,
+        "head_dim": values.get(of.head_dim) or values.get("head_dim") or hidden // heads,
+        "hidden_act": values.get(of.activation) or values.get("hidden_act") or of.default_activation,
         "rms_norm_eps": values.get("rms_norm_eps", 1e-6),
         "attention_bias": bool(values.get("attention_bias", False)),
+        "attention_k_eq_v": keys_as_values,
+        "rope_parameters": _rope(values, default_theta=of.default_theta),
         "max_position_embeddings": values.get("max_position_embeddings", 131072),
         "final_logit_softcapping": values.get("final_logit_softcapping"),
-    }
-    if family == "gemma4":
-        shared = bool(values.get("attention_k_eq_v", False))
-        global_heads = values.get("num_global_key_value_heads") if shared else None
-        return sizes | {
-            "num_key_value_heads": global_heads or values["num_key_value_heads"],
-            "head_dim": values.get("global_head_dim") or values["head_dim"],
-            "hidden_act": values.get("hidden_activation") or values.get("hidden_act") or "gelu_pytorch_tanh",
-            "attention_k_eq_v": shared,
-            "rope_parameters": _rope(values, default_theta=1e6),
-        }
-    return sizes | {
-        "num_key_value_heads": values.get("num_key_value_heads") or heads,
-        "head_dim": values.get("head_dim") or hidden // heads,
-        "hidden_act": values.get("hidden_act", "silu"),
-        "attention_k_eq_v": False,
-        "rope_parameters": _rope(values, default_theta=1e4),
     }
 
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from dspark.config import DrafterConfig
 from dspark.fused_loss import slot_losses
+from dspark.models.heads import SequentialHead
 from dspark.output_head import OutputHead
 from dspark.packing import PackedBatch
-from dspark.sequential_heads import SequentialHead
 from dspark.slot_terms import SlotValues, TermWeights
 
 NORMALIZER_EPSILON = 1e-6

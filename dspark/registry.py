@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from dspark.models.base import Drafter
+    from dspark.models.heads import SequentialHead
 
 Part = TypeVar("Part")
 Registered = TypeVar("Registered")
@@ -52,6 +56,11 @@ class Registry(Generic[Part]):
                 )
         return self._parts[name]
 
+    def known(self, name: str) -> str:
+        """The name itself. Raises SettingError where there is no such part."""
+        assert self[name]
+        return name
+
     def __iter__(self) -> Iterator[str]:
         for module in self._modules:
             import_module(module)
@@ -59,3 +68,13 @@ class Registry(Generic[Part]):
 
     def values(self) -> list[Part]:
         return [self._parts[name] for name in self]
+
+
+algorithms: Registry[type[Drafter]] = Registry(
+    "algorithm",
+    option="drafter.algorithm",
+    modules=("dspark.models.dspark", "dspark.models.dflash", "dspark.models.eagle3"),
+)
+sequential_heads: Registry[type[SequentialHead]] = Registry(
+    "sequential head", option="drafter.markov_head_type", modules=("dspark.models.heads",)
+)

@@ -74,8 +74,8 @@ def decode_one(
 
     `watch` gets every piece as soon as its round is over.
     """
-    from dspark.checkpoint import load_drafter
     from dspark.decoding.decoder import Decoder, Request, SamplingConfig
+    from dspark.models.checkpoint import load_drafter
     from pipelines.stages.workers import open_target
     from pipelines.target_facts import examine_target
 

@@ -14,21 +14,7 @@ from typing import Any
 
 from pipelines.errors import UserError
 from pipelines.settings import Settings, load_settings
-from pipelines.settings.recipes import eagle3_position_decay
-
-PARTS = (
-    "algorithm",
-    "num_draft_layers",
-    "block_size",
-    "block_layout",
-    "target_layer_ids",
-    "mask_token_id",
-    "markov_rank",
-    "markov_head_type",
-    "enable_confidence_head",
-    "confidence_head_with_markov",
-    "draft_vocab_size",
-)
+from pipelines.settings.schema import DrafterSettings
 
 
 def refit_settings(config: str, overrides: Sequence[str], published: str | None) -> Settings:
@@ -59,12 +45,12 @@ def published_parts(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{folder} is not a published drafter: there is no config.json in it")
     found = DrafterConfig.from_checkpoint(json.loads(path.read_text()))
-    values = {name: getattr(found, name) for name in PARTS}
-    values["markov_head_type"] = values["markov_head_type"] or "vanilla"
-    values = {f"drafter.{name}": value for name, value in values.items()}
-    if found.algorithm == "eagle3":
-        assert found.step_loss_decay is not None
-        values["train.loss.position_decay"] = eagle3_position_decay(found.step_loss_decay)
+    parts = {name: getattr(found, name) for name in DrafterSettings.model_fields if hasattr(found, name)}
+    if parts["markov_head_type"] is None:  # of a drafter without that head
+        del parts["markov_head_type"]
+    values = {f"drafter.{name}": value for name, value in parts.items()}
+    if found.position_decay is not None:
+        values["train.loss.position_decay"] = found.position_decay
     return values
 
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from dspark.registry import algorithms
 from pipelines.data.chat import require_thinking_switch
 from pipelines.errors import UserError
 from pipelines.settings import Settings
@@ -55,7 +56,7 @@ class TargetFacts:
         from dspark.contract import Contract
 
         drafter = settings.drafter
-        has_block = with_block and drafter.algorithm != "eagle3"  # which drafts one token after the other, unmasked
+        has_block = with_block and algorithms[drafter.algorithm].needs_mask_token
         return Contract(
             target_name=self.name,
             target_revision=self.revision,

@@ -25,7 +25,7 @@ from dspark.decoding.target_checks import (
     require_whole_weights,
     text_decoder,
 )
-from dspark.families import family_of
+from dspark.families import MASK_TOKEN_IDS
 
 __all__ = ["Captured", "Target", "TargetError", "default_layer_ids"]
 
@@ -280,10 +280,9 @@ def default_mask_token_id(text_config: Any, tokenizer: Any, *, vocab_size: int |
     A row beyond the tokenizer, else the last special token that neither the chat template nor padding uses.
     """
     rows = int(vocab_size or text_config.vocab_size)
-    if text_config.model_type == "qwen3" and rows > 151669:
-        return 151669
-    if family_of(text_config.model_type) == "gemma4" and rows > 4:
-        return 4
+    papers = MASK_TOKEN_IDS.get(text_config.model_type, rows)
+    if papers < rows:
+        return papers
     if tokenizer is None or len(tokenizer) < rows:
         return rows - 1
     template = str(getattr(tokenizer, "chat_template", None) or "")

@@ -155,8 +155,8 @@ def drafts_alike(
     done, worst, worst_confidence, tokens = 0, 0.0, 0.0, 0
     for anchor in anchors:
         new = features[None, done:anchor].to(device)
-        following = [torch.tensor([list(token_ids[done + 1 : anchor + 1])])] if is_eagle3(ours) else []
-        ours.extend_context(cache, new, *following, [anchor - done])
+        next_ids = torch.tensor([list(token_ids[done + 1 : anchor + 1])], device=device)
+        ours.extend_context(cache, new, [anchor - done], next_ids=next_ids)
         done = anchor
         expected = reader.draft(token_ids[: anchor + 1], features[:anchor].cpu())
         logits, drafted, confidence = _greedy_block(ours, int(token_ids[anchor]), anchor, cache)
@@ -192,45 +192,19 @@ def drafts_alike(
 
 def _greedy_block(drafter: Any, anchor_id: int, anchor: int, cache: Any) -> tuple[Tensor, list[int], Tensor | None]:
     """The trained drafter's own block: logits [G, V], tokens, confidence logits [G]."""
-    device = next(drafter.parameters()).device
-    previous, place = torch.tensor([anchor_id], device=device), torch.tensor([anchor], device=device)
-    if is_eagle3(drafter):
-        block, rows, tokens = drafter.begin_block(previous, place, cache), [], []
-        for slot in range(drafter.block_size):
-            rows.append(_within(drafter, drafter.base_logits(block.state))[0])
-            tokens.append(int(rows[-1].argmax()))
-            if slot + 1 < drafter.block_size:
-                block.feed(rows[-1].argmax()[None])
-        return torch.stack(rows).cpu(), tokens, None
-    states = drafter.draft_states(previous, place, cache)
-    base, head = drafter.base_logits(states), drafter.sequential_head
-    memory = head.initial_state(1) if head is not None else None
-    rows, seen = [], [previous]
-    for slot in range(states.shape[1]):
-        row = base[:, slot]
-        if head is not None:
-            bias, memory = head.step(memory, previous, states[:, slot])
-            row = row + bias
-        row = _within(drafter, row)
-        previous = row.argmax(-1)
-        rows.append(row[0])
-        seen.append(previous)
-    confidence = drafter.confidence_logits(states, torch.stack(seen[:-1], dim=1))
-    drafted = [int(token) for token in torch.cat(seen[1:])]
-    return torch.stack(rows).cpu(), drafted, None if confidence is None else confidence[0].cpu()
+    ids, rows, tokens = drafter.draft_token_ids, [], []
 
+    def choose(logits: Tensor) -> Tensor:
+        row = logits[0]
+        if ids is not None:  # what is never drafted stands where readers have it
+            row = torch.full((drafter.config.vocab_size,), OUTSIDE, device=row.device).scatter(0, ids, row)
+        rows.append(row)
+        tokens.append(int(row.argmax()))
+        return row.argmax()[None]
 
-def is_eagle3(drafter: Any) -> bool:
-    return bool(drafter.config.algorithm == "eagle3")
-
-
-def _within(drafter: Any, logits: Tensor) -> Tensor:
-    """Logits [..., V] with what the drafter never drafts put where readers have it."""
-    if drafter.draft_token_ids is None:
-        return logits
-    outside = torch.ones(logits.shape[-1], dtype=torch.bool, device=logits.device)
-    outside[drafter.draft_token_ids] = False
-    return logits.masked_fill(outside, OUTSIDE)
+    first, place = torch.tensor([anchor_id], device=drafter.device), torch.tensor([anchor])
+    confidence = drafter.draft(first, place, cache, drafter.block_size, choose, drafter.output_weights())
+    return torch.stack(rows).cpu(), tokens, None if confidence is None else confidence[0].cpu()
 
 
 def _agreeing(ours: Sequence[int], theirs: Sequence[int], logits: Tensor, bound: float) -> int:

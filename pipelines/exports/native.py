@@ -68,7 +68,7 @@ def _write(publication: Publication, staging: Path) -> None:
     """The files but the manifest."""
     import torch
 
-    from dspark.checkpoint import save_drafter
+    from dspark.models.checkpoint import save_drafter
     from pipelines.exports.speculators import write_speculators
 
     p = publication
@@ -162,7 +162,7 @@ def sglang_table(calibration: Mapping[str, Any], temperatures: Sequence[float]) 
 
 def _check_contract(contract: Any, config: DrafterConfig) -> None:
     stated = {"target_layer_ids": config.target_layer_ids, "block_size": config.block_size}
-    if config.algorithm != "eagle3":
+    if config.mask_token_id is not None:
         stated |= {"mask_token_id": config.mask_token_id, "block_layout": config.block_layout}
     for name, value in stated.items():
         if getattr(contract, name) != value:

@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dspark.checkpoint import SHARED_TENSORS
 from dspark.config import DrafterConfig
-from dspark.draft_vocabulary import engine_mapping
+from dspark.models.checkpoint import SHARED_TENSORS
+from dspark.models.draft_vocabulary import engine_mapping
 
 VERSION = "0.9.0"
 

@@ -6,10 +6,13 @@ A default stands here and nowhere else; where it is the paper's value, the YAML 
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from dspark.config import MAX_BLOCK_SIZE, DrafterConfig, check_heads
+from dspark.registry import algorithms
 from pipelines.plugins import load_texts, plugin_texts
 from pipelines.settings.recipes import require_fitting_loss
 
@@ -30,7 +33,7 @@ def _each_once(values: _Values) -> _Values:
 
 
 Distinct = AfterValidator(_each_once)  # of a list
-Algorithm = Literal["dspark", "dflash", "eagle3"]
+Algorithm = Annotated[str, AfterValidator(algorithms.known)]
 HiddenStatesCodec = Literal["auto", "projected", "transform", "int8", "fp8", "bf16-planes", "bf16"]
 TeacherCodec = Literal["auto", "corrected", "recomputed", "sparse", "transform", "int8", "fp8", "bf16-planes", "bf16"]
 
@@ -174,24 +177,31 @@ class PilotSettings(Section):
 
 
 class DrafterSettings(Section):
-    """The drafter's parts. What is null is taken from the target; what an algorithm sets, `recipes` says."""
+    """The drafter's parts. What is null is taken from the target; an algorithm may have defaults of its own."""
 
-    algorithm: Algorithm = "dspark"
-    num_draft_layers: Positive = 5
-    block_size: Annotated[int, Field(ge=1, le=64)] = 7  # draft tokens a round; eagle3: unrolled steps
-    block_layout: Literal["anchor-first", "mask-first"] = "anchor-first"
+    algorithm: Algorithm = DrafterConfig.algorithm
+    num_draft_layers: Positive = DrafterConfig.num_draft_layers
+    block_size: Annotated[int, Field(ge=1, le=MAX_BLOCK_SIZE)] = DrafterConfig.block_size  # draft tokens a round
+    block_layout: Literal["anchor-first", "mask-first"] = DrafterConfig.block_layout
     target_layer_ids: tuple[Annotated[int, Field(ge=-1)], ...] | None = None  # captured; null: the paper's spread
     mask_token_id: Annotated[int, Field(ge=0)] | None = None
-    markov_rank: Annotated[int, Field(ge=0)] = 256  # 0: no sequential head
-    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
-    enable_confidence_head: bool = True
-    confidence_head_with_markov: bool = True
+    markov_rank: Annotated[int, Field(ge=0)] = DrafterConfig.markov_rank  # 0: no sequential head
+    markov_head_type: str = "vanilla"  # or gated, rnn
+    enable_confidence_head: bool = DrafterConfig.enable_confidence_head
+    confidence_head_with_markov: bool = DrafterConfig.confidence_head_with_markov
     draft_vocab_size: Positive | None = None  # null: the target's whole vocabulary
+    options: dict[str, Any] = Field(default={})  # settings that only this algorithm has
     initial_weights: str = Field(default="target", min_length=1)  # random, target, or a published drafter's folder
 
     @property
+    def parts(self) -> dict[str, Any]:
+        """The fields of `DrafterConfig` that these settings decide; what the algorithm has not is off."""
+        parts = {name: value for name, value in self if name in DrafterConfig.__dataclass_fields__}
+        return parts | dict(algorithms[self.algorithm].fixed)
+
+    @property
     def has_confidence_head(self) -> bool:
-        return self.algorithm == "dspark" and self.enable_confidence_head
+        return bool(self.parts["enable_confidence_head"])
 
     @model_validator(mode="after")
     def _layers_rise(self) -> DrafterSettings:
@@ -205,20 +215,15 @@ class DrafterSettings(Section):
         return self
 
     @model_validator(mode="after")
-    def _heads_have_what_they_read(self) -> DrafterSettings:
-        reads_markov = self.enable_confidence_head and self.confidence_head_with_markov
-        if self.algorithm == "dspark" and reads_markov and self.markov_rank == 0:
-            raise ValueError(
-                "confidence_head_with_markov needs a Markov embedding, but markov_rank is 0: set "
-                "drafter.confidence_head_with_markov=false or drafter.markov_rank to 1 or more"
-            )
+    def _heads_can_be(self) -> DrafterSettings:
+        check_heads(SimpleNamespace(**self.parts))
         return self
 
 
 class LossSettings(Section):
     """Weights of the loss terms; slot k (from 1) weighs exp(-(k-1)/position_decay).
 
-    The defaults are DSpark's; dflash and eagle3 have their own (`recipes.py`).
+    The defaults are DSpark's; other algorithms have their own (`loss` of their class).
     """
 
     ce: NonNegative = 0.1  # to the text

@@ -139,9 +139,9 @@ def open_drafters(plan: DecodePlan, target: Target) -> dict[str, tuple[Target, A
 
     Raises UserError for a baseline that is not a drafter for this target.
     """
-    from dspark.checkpoint import load_drafter
     from dspark.decoding.proposers import ProposerError, proposer_for
     from dspark.decoding.target import Target
+    from dspark.models.checkpoint import load_drafter
 
     options: dict[str, Any] = {"device": target.device, "dtype": target.dtype, "target": target}
     found: dict[str, tuple[Target, Any]] = {PLAIN: (target, None)}

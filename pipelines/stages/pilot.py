@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.registry import algorithms
 from pipelines.errors import UserError
 from pipelines.plan import spread
 from pipelines.plugins import plugin_identity
@@ -55,9 +56,7 @@ def pilot_settings(settings: Settings, algorithm: str, conversations: tuple[int,
     if algorithm != settings.drafter.algorithm:
         train.pop("loss")
         drafter = values["drafter"]
-        drafter["algorithm"] = algorithm
-        if algorithm == "eagle3":
-            drafter["num_draft_layers"] = 1
+        drafter |= {"algorithm": algorithm, "options": {}, **algorithms[algorithm].settings}
         if drafter["initial_weights"] not in ("random", "target"):
             drafter["initial_weights"] = "target"
     train |= {"validation_samples": 0, "load_best_model_at_end": False}
@@ -211,7 +210,7 @@ class PilotWorker(CaptureWorker):
         return choose(self, unit.judged, drafters, parts) if parts else {}
 
     def _drafters(self) -> dict[str, Any]:
-        from dspark.checkpoint import load_drafter
+        from dspark.models.checkpoint import load_drafter
 
         folder = Folder(self.root)
         return {

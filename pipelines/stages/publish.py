@@ -43,8 +43,8 @@ def check(settings: Settings) -> None:
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `published/`."""
     from dspark.calibration import without_harm
-    from dspark.checkpoint import load_drafter
     from dspark.contract import Contract
+    from dspark.models.checkpoint import load_drafter
     from pipelines.exports.native import Publication, publish_native
     from pipelines.stages.regenerate import read_conversations
 

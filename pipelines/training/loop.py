@@ -21,10 +21,10 @@ from torch import Tensor, distributed
 
 from cluster.engine import StepResult, TrainEngine, build_engine
 from cluster.train_group import stop_wanted
-from dspark.checkpoint import save_drafter
 from dspark.contract import Contract
 from dspark.losses import LossConfig, add_sums
 from dspark.manifest import new_folder
+from dspark.models.checkpoint import save_drafter
 from dspark.packing import PackedBatch
 from dspark.teacher_check import with_own_teacher
 from pipelines.stages.workers import open_target

@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dspark.bigrams import bigram_counts
-from dspark.draft_vocabulary import most_frequent_tokens
-from dspark.folding import read_coordinates
 from dspark.losses import LossConfig, fused_loss, output_head_of
+from dspark.models.draft_vocabulary import most_frequent_tokens
+from dspark.models.merged_projection import merge_projection
+from dspark.models.starting_weights import bigram_counts, build_drafter
 from dspark.output_head import OutputHead, log_normalizers
 from dspark.packing import DenseTeacher, PackedBatch
-from dspark.starting_weights import build_drafter
 from pipelines.stages.workers import open_target
 from pipelines.training.task import TrainingTask, drafter_config
 from pipelines.training.teacher import Finish
 from storage.cache.target_cache import TargetCache
 
 if TYPE_CHECKING:
-    from dspark.drafter import Drafter
+    from dspark.models.base import Drafter
     from pipelines.settings.schema import TrainSettings
 
 BIGRAM_ROWS = 20_000  # rows whose token statistics choose the draft vocabulary and start the Markov head
@@ -89,7 +88,7 @@ def make_drafter(task: TrainingTask, cache: TargetCache) -> Drafter:
         bigrams=bigram_counts(previous, following, config.vocab_size),
     )
     if cache.projection is not None and cache.lift is not None:
-        read_coordinates(drafter, cache.projection, cache.lift)
+        merge_projection(drafter, cache.projection, cache.lift)
     return drafter
 
 

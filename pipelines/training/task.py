@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from cluster.engine_settings import DeepSpeedSettings
 from dspark.config import DrafterConfig
 from pipelines.settings import Settings
-from pipelines.settings.recipes import eagle3_step_decay
 from pipelines.target_facts import TargetFacts
 from pipelines.training.batches import SampleIndex, StepPlan
 from storage.cache.target_cache import TargetCache
@@ -32,28 +31,9 @@ class TrainingTask:
 
 def drafter_config(settings: Settings, facts: TargetFacts) -> DrafterConfig:
     """The drafter that these settings ask for, for this target."""
-    wanted = settings.drafter
-    plain = wanted.algorithm != "dspark"
-    steps = {}
-    if wanted.algorithm == "eagle3":
-        decay = eagle3_step_decay(settings.train.loss.position_decay)
-        steps = {"ttt_length": wanted.block_size, "step_loss_decay": decay}
-    return DrafterConfig.for_target(
-        facts.text_config,
-        mask_token_id=facts.mask_token_id,
-        algorithm=wanted.algorithm,
-        target_layer_ids=facts.target_layer_ids,
-        num_draft_layers=wanted.num_draft_layers,
-        block_size=wanted.block_size,
-        block_layout=wanted.block_layout,
-        num_anchors=settings.train.num_anchors,
-        markov_rank=0 if plain else wanted.markov_rank,
-        markov_head_type=None if plain else wanted.markov_head_type,
-        enable_confidence_head=not plain and wanted.enable_confidence_head,
-        confidence_head_with_markov=not plain and wanted.confidence_head_with_markov,
-        draft_vocab_size=wanted.draft_vocab_size,
-        **steps,
-    )
+    given = {"mask_token_id": facts.mask_token_id, "target_layer_ids": facts.target_layer_ids}
+    trained = {"num_anchors": settings.train.num_anchors, "position_decay": settings.train.loss.position_decay}
+    return DrafterConfig.for_target(facts.text_config, **(settings.drafter.parts | given | trained))
 
 
 def engine_settings(settings: Settings) -> DeepSpeedSettings:

@@ -9,8 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from dspark.config import DrafterConfig
 from dspark.decoding.target import Target
-from dspark.drafter import Drafter
-from dspark.eagle3 import Eagle3Drafter
+from dspark.registry import algorithms
 
 LAYERS = (0, 2, 4)
 SIZES: dict[str, Any] = {
@@ -75,7 +74,7 @@ def a_drafter(target: Any, kind: str) -> Any:
         "eagle3": {"algorithm": "eagle3", "num_draft_layers": 1, "block_size": 7},
     }
     config = config_for(target, **settings[kind])
-    drafter: Any = (Eagle3Drafter if kind == "eagle3" else Drafter)(config)
+    drafter: Any = algorithms[config.algorithm](config)
     drafter.initialise_random(3)
     drafter.share_target(target.embed_tokens.weight, target.lm_head.weight)
     if drafter.markov_head is not None:

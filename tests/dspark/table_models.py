@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,3 +115,45 @@ def chi_squared_limit(freedom: int) -> float:
     """The 0.999 quantile (Wilson and Hilferty's approximation)."""
     spread = 2 / (9 * freedom)
     return freedom * (1 - spread + 3.0902 * spread**0.5) ** 3
+
+
+class ScriptedProposer(Proposer):
+    """Proposes what a function of the committed tokens says: for tests, baselines and n-gram drafters.
+
+    script(history [n], slots) -> (token ids, optional logits [slots, V], optional confidence logits [slots]). Without
+    logits the draft counts as certain, which is lossless and rejects as often as the target disagrees.
+    """
+
+    needs_features = False
+
+    def __init__(
+        self, script: Callable[[list[int], int], Any], block_size: int, vocab_size: int, has_confidence: bool = False
+    ) -> None:
+        self.script, self.block_size, self.vocab_size = script, block_size, vocab_size
+        self.has_confidence = has_confidence
+        self.histories: list[list[int]] = []
+
+    def open(self, rows: int, capacity: int) -> None:
+        self.histories = [[] for _ in range(rows)]
+
+    def extend(self, committed: Committed) -> None:
+        tokens = committed.token_ids.tolist()
+        for row, start, count in zip(committed.rows, committed.starts, committed.counts, strict=True):
+            self.histories[row] = self.histories[row][:start] + tokens[:count]
+            del tokens[:count]
+
+    def propose(
+        self, anchors: list[int], positions: list[int], slots: int, sampling: SamplingConfig, draws: Tensor | None
+    ) -> Proposal:
+        ids, confidences = [], []
+        for row, anchor in enumerate(anchors):
+            assert len(self.histories[row]) == positions[row]
+            tokens, confidence = self.script([*self.histories[row], anchor], slots)
+            ids.append(list(tokens)[:slots])
+            confidences.append(confidence)
+        token_ids = torch.tensor(ids)
+        probs = None if sampling.greedy else torch.nn.functional.one_hot(token_ids, self.vocab_size).float()
+        return Proposal(token_ids, probs, torch.tensor(confidences)[:, :slots] if self.has_confidence else None)
+
+    def move_row(self, source: int, to: int) -> None:
+        self.histories[to] = self.histories[source]

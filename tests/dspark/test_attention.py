@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dspark import attention
-from dspark.attention import BlockLayout
+from dspark.models.kernels import BlockAttention
 
 Shapes = tuple[list[int], list[list[int]]]
 
 
-def layout_of(lengths: list[int], anchors: list[list[int]], **options: Any) -> BlockLayout:
+def layout_of(lengths: list[int], anchors: list[list[int]], **options: Any) -> BlockAttention:
     starts = torch.tensor([0, *lengths]).cumsum(0)
     counts = torch.tensor([len(chosen) for chosen in anchors])
     flat = [start + anchor for start, chosen in zip(starts.tolist(), anchors, strict=False) for anchor in chosen]
-    return BlockLayout(
+    return BlockAttention(
         sequence_starts=starts,
         block_starts=torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)]),
         block_sequence=torch.arange(len(lengths)).repeat_interleave(counts),
@@ -49,7 +49,7 @@ def test_the_mask_says_what_the_words_say(shapes: Shapes, slots: int, own: int) 
         assert mask[query].tolist() == expected
 
 
-def inputs(layout: BlockLayout, heads: int = 6, key_heads: int = 2, size: int = 8) -> list[Tensor]:
+def inputs(layout: BlockAttention, heads: int = 6, key_heads: int = 2, size: int = 8) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     blocks, tokens = len(layout.block_anchor), int(layout.sequence_starts[-1])
     own = layout.own_keys or layout.slots
@@ -61,7 +61,7 @@ def inputs(layout: BlockLayout, heads: int = 6, key_heads: int = 2, size: int = 
     return [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
 
 
-def run(layout: BlockLayout, tensors: list[Tensor]) -> list[Tensor]:
+def run(layout: BlockAttention, tensors: list[Tensor]) -> list[Tensor]:
     q, context_k, context_v, k, v = tensors
     out = layout.attend(q, (context_k, context_v), k, v, 0.3)
     weight = torch.arange(out.numel(), dtype=out.dtype).view_as(out).sin()

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from dspark.bigrams import association, bigram_counts, initialize_from_bigrams, unigram
+from dspark.models.starting_weights import association, bigram_counts, initialize_from_bigrams, unigram
 
 
 def text(length: int = 4000, vocab_size: int = 20) -> torch.Tensor:

@@ -8,10 +8,10 @@ import torch
 from small_models import config_for, tiny_target
 from torch import Tensor
 
-from dspark.checkpoint import load_drafter, save_drafter
 from dspark.config import SettingError
+from dspark.models.checkpoint import load_drafter, save_drafter
+from dspark.models.starting_weights import build_drafter
 from dspark.packing import PackedBatch, Sample, pack
-from dspark.starting_weights import build_drafter
 
 DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "vanilla": ("llama", {}),
@@ -21,7 +21,7 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash-mask-first": ("qwen3", {"algorithm": "dflash", "block_layout": "mask-first"}),
     "one-slot": ("llama", {"block_size": 1}),
     "gemma4": ("gemma4", {}),
-    "eagle3": ("llama", {"algorithm": "eagle3", "num_draft_layers": 1, "ttt_length": 4}),
+    "eagle3": ("llama", {"algorithm": "eagle3", "num_draft_layers": 1, "block_size": 4}),
 }
 LENGTHS, ANCHORS = (19, 8, 15), ([3, 4, 9, 16], [1, 6], [2, 13])
 
@@ -141,9 +141,8 @@ def test_drafting_gives_the_states_of_training(name: str) -> None:
         anchors = [ANCHORS[row][step] for row in rows]
         for row, anchor in zip(rows, anchors, strict=True):
             one, begin = sample(row, LENGTHS[row]), int(cache.lengths[row])
-            new = one.features[None, begin:anchor], one.input_ids[None, begin + 1 : anchor + 1]
-            arguments = new if name == "eagle3" else new[:1]
-            drafter.extend_context(cache, *arguments, [anchor - begin], rows=[row])
+            new, next_ids = one.features[None, begin:anchor], one.input_ids[None, begin + 1 : anchor + 1]
+            drafter.extend_context(cache, new, [anchor - begin], rows=[row], next_ids=next_ids)
         if rows != list(range(len(rows))):
             cache.select_rows([*rows, 1])
         ids = torch.stack([sample(row, LENGTHS[row]).input_ids[at] for row, at in zip(rows, anchors, strict=True)])

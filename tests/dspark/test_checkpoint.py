@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from small_models import tiny_target
 
-from dspark.checkpoint import CONFIG, WEIGHTS, load_drafter, read_config, save_drafter
 from dspark.config import _KINDS, DrafterConfig
 from dspark.manifest import MANIFEST, CheckpointError, damaged_files, new_folder, read_manifest, require_intact
-from dspark.starting_weights import build_drafter
+from dspark.models.checkpoint import CONFIG, WEIGHTS, load_drafter, read_config, save_drafter
+from dspark.models.starting_weights import build_drafter
 
 SHORT = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -29,15 +29,15 @@ def build(**overrides: Any) -> DrafterConfig:
         ({"block_size": 0}, r"block_size is 0"),
         ({"markov_rank": -1}, r"markov_rank is -1"),
         ({"markov_rank": 0, "confidence_head_with_markov": True}, r"confidence_head_with_markov is True.*markov_rank"),
-        ({"markov_head_type": "lstm"}, r"markov_head_type is 'lstm'; allowed: vanilla, gated or rnn"),
+        ({"markov_head_type": "lstm"}, r"no sequential head 'lstm'; known are vanilla, gated, rnn"),
         ({"algorithm": "dflash", "markov_rank": 8, "markov_head_type": "vanilla"}, r"markov_rank is 8.*dflash"),
-        ({"block_layout": "mask-first"}, r"block_layout is 'mask-first'; allowed: anchor-first, except"),
+        ({"block_layout": "mask-first"}, r"block_layout is 'mask-first'; allowed: anchor-first for dspark"),
         ({"block_layout": "sideways"}, r"block_layout is 'sideways'"),
         ({"draft_vocab_size": 98}, r"draft_vocab_size is 98; allowed: 1 to 97"),
         ({"draft_vocab_size": 9, "markov_head_type": "rnn"}, r"draft_vocab_size is 9; .*vanilla"),
         ({"num_draft_layers": 0}, r"num_draft_layers is 0; allowed: 1 or more"),
         ({"algorithm": "eagle3", "num_draft_layers": 2}, r"num_draft_layers is 2; allowed: 1 for eagle3"),
-        ({"algorithm": "medusa"}, r"algorithm is 'medusa'"),
+        ({"algorithm": "medusa"}, r"no algorithm 'medusa'.*dspark.*drafter\.algorithm"),
         ({"num_anchors": 0}, r"num_anchors is 0; allowed: 1 or more .*train\.num_anchors"),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
@@ -58,7 +58,7 @@ def test_what_the_target_says_is_carried_over() -> None:
     plain = build(algorithm="dflash")
     assert (plain.markov_rank, plain.markov_head_type, plain.enable_confidence_head) == (0, None, False)
     eagle = build(algorithm="eagle3", mask_token_id=None)
-    assert (eagle.block_size, eagle.ttt_length, eagle.step_loss_decay) == (7, 7, 0.8)
+    assert (eagle.block_size, eagle.num_draft_layers, eagle.mask_token_id) == (7, 1, None)
     one = build(block_size=1)
     assert one.input_slots == 1
 
@@ -85,7 +85,7 @@ def test_rotation_is_the_targets(rope_type: str) -> None:
     import torch
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    from dspark.backbone import Rotary
+    from dspark.models.backbone import Rotary
 
     extra = {
         "default": {},

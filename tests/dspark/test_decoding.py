@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from small_models import a_drafter, tiny_target
+from table_models import ScriptedProposer
 
 from dspark.decoding.decoder import Decoder, Request, RequestError
 from dspark.decoding.kv_cache import CacheFull, RaggedCache, RaggedStep
-from dspark.decoding.proposers import ProposerError, ScriptedProposer
+from dspark.decoding.proposers import ProposerError
 from dspark.decoding.rounds import Completion, commit
 from dspark.decoding.sampling import SamplingConfig
 from dspark.decoding.scheduling import FullBlock

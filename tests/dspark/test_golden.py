@@ -142,7 +142,7 @@ def test_eagle3_unrolled_steps(golden: Path, recomputing: bool) -> None:
         cross_entropy = -(target * logits[:, : valid - 1, step].log_softmax(-1)).sum(-1)
         loss = (cross_entropy * counted).sum() / (rows * length)
         assert loss.item() == pytest.approx(float(case[f"metric/ploss_{step}"]), rel=1e-5)
-        total = total + config.step_loss_decay**step * loss
+        total = total + math.exp(-step / config.position_decay) * loss
     assert total.item() == pytest.approx(float(case["loss"]), rel=1e-5)
     total.backward()
     check_gradients(drafter, case)
@@ -159,7 +159,7 @@ def test_eagle3_trains_on_the_references_loss(golden: Path) -> None:
     asked = torch.from_numpy(case["loss_mask"])
     at = (batch.positions[batch.block_anchor] - 1)[:, None] + torch.arange(config.block_size)
     counted = asked.bool()[batch.block_sequence[:, None], at.clamp(max=length - 1)] & batch.supervised
-    terms = LossConfig(ce=0, l1=0, confidence=0, soft_ce=1, position_decay=-1 / math.log(config.step_loss_decay))
+    terms = LossConfig(ce=0, l1=0, confidence=0, soft_ce=1, position_decay=config.position_decay)
     batch = replace(batch, supervised=counted)
     result = fused_loss(drafter, drafter.block_states(batch), batch, terms, normalizer=rows * length)
     assert result.loss.item() == pytest.approx(float(case["loss"]), rel=1e-5)
@@ -180,7 +180,7 @@ def test_eagle3_drafting_rounds(golden: Path, rows: int) -> None:
             begin = int(cache.lengths[row])
             new = slice(begin, end)
             next_ids = sequence[:, begin + 1 : end + 1]
-            drafter.extend_context(cache, features[:, new], next_ids, [end - begin], rows=[row])
+            drafter.extend_context(cache, features[:, new], [end - begin], rows=[row], next_ids=next_ids)
         block = drafter.begin_block(sequence[0, anchors], torch.tensor(anchors), cache)
         tokens, logits = [], []
         for slot in range(drafter.block_size):

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dspark.anchors import anchors_weight
-from dspark.checkpoint import load_drafter
-from dspark.confidence import ConfidenceHead
 from dspark.fused_loss import slot_losses
 from dspark.losses import LossConfig, add_sums, fused_loss, global_normalizer, metrics_of
+from dspark.models.checkpoint import load_drafter
+from dspark.models.heads import ConfidenceHead, build_head
 from dspark.output_head import OutputHead, log_normalizers
 from dspark.packing import DenseTeacher, PackedBatch, SparseTeacher
-from dspark.sequential_heads import build_head
 from dspark.slot_terms import TermWeights
 
 PAPER = TermWeights(ce=0.1, l1=0.9, confidence=1.0)

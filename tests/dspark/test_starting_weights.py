@@ -6,12 +6,12 @@ import pytest
 import torch
 from small_models import config_for, tiny_target
 
-from dspark.checkpoint import load_drafter, save_drafter
 from dspark.config import SettingError
 from dspark.decoding.decoder import Decoder, Request, SamplingConfig
-from dspark.draft_vocabulary import engine_mapping, most_frequent_tokens
 from dspark.manifest import CheckpointError
-from dspark.starting_weights import build_drafter, initialize_from_target
+from dspark.models.checkpoint import load_drafter, save_drafter
+from dspark.models.draft_vocabulary import engine_mapping, most_frequent_tokens
+from dspark.models.starting_weights import build_drafter
 
 
 def test_context_keys_are_those_of_the_target_layer() -> None:
@@ -20,7 +20,7 @@ def test_context_keys_are_those_of_the_target_layer() -> None:
     drafter = build_drafter(config_for(target, num_draft_layers=2), target, start="target")
     for layer in target.layers:
         torch.nn.init.uniform_(layer.input_layernorm.weight, 0.5, 2.0)
-    sources = initialize_from_target(drafter, target)
+    sources = drafter.start_from_target(target)
     assert sources == [4, 5]
     ids = torch.randint(0, 97, (1, 12))
     captured = target.capture(ids)
@@ -89,7 +89,9 @@ def test_reduced_vocabulary_is_carried_by_the_markov_tables(tmp_path: Path) -> N
     again = load_drafter(tmp_path)
     assert torch.equal(again.draft_token_ids, chosen)
     full = (again.base_logits(states) + again.sequential_head.teacher_forced_bias(states, previous)).softmax(-1)
-    few = again.base_logits(states, chosen) + again.sequential_head.teacher_forced_bias(states, previous, chosen)
+    few = again.base_logits(states, again.output_weights().head) + again.sequential_head.teacher_forced_bias(
+        states, previous, chosen
+    )
     outside = torch.ones(97, dtype=torch.bool)
     outside[chosen] = False
     assert full[..., outside].sum() == 0
@@ -108,7 +110,7 @@ def test_engine_mapping_is_an_offset() -> None:
 def test_eagle3_starts_from_the_targets_top_layer() -> None:
     """Without an embedding the layer's first step sees of a state what the target's layer projects from it."""
     target = tiny_target("llama")
-    config = config_for(target, algorithm="eagle3", num_draft_layers=1, ttt_length=4)
+    config = config_for(target, algorithm="eagle3", num_draft_layers=1, block_size=4)
     drafter = build_drafter(config, target, start="target")
     source, layer = target.layers[-1], drafter.layers[0]
     captured = target.capture(torch.randint(0, 97, (1, 12)))
@@ -126,7 +128,7 @@ def test_eagle3_starts_from_the_targets_top_layer() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_eagle3_drafts_within_its_vocabulary(temperature: float) -> None:
     target, chosen = tiny_target("llama"), torch.arange(1, 97, 3)
-    config = config_for(target, algorithm="eagle3", num_draft_layers=1, ttt_length=4, draft_vocab_size=len(chosen))
+    config = config_for(target, algorithm="eagle3", num_draft_layers=1, block_size=4, draft_vocab_size=len(chosen))
     drafter = build_drafter(config, target, start="target", draft_token_ids=chosen).eval()
     requests = [
         Request(request_id=str(i), prompt_ids=[3 + i, 5, 7], max_new_tokens=24, stop_token_ids=frozenset(), seed=i)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from dspark.checkpoint import save_drafter
 from dspark.config import DrafterConfig
 from dspark.decoding.decoder import Completion, Decoder, Request, SamplingConfig
 from dspark.decoding.target import Target
-from dspark.drafter import Drafter
+from dspark.models.checkpoint import save_drafter
+from dspark.models.dspark import DSpark
 from pipelines.evaluation.round_log import EventLog, Labels
 from pipelines.run import Run
 from pipelines.settings import load_settings
@@ -28,7 +28,7 @@ DEMONSTRATION = ROOT / "pipelines" / "data" / "demonstration" / "evaluation.json
 
 
 @torch.no_grad()
-def untrained_drafter(target: Target, draft_vocab: int | None, num_layers: int = 2) -> Drafter:
+def untrained_drafter(target: Target, draft_vocab: int | None, num_layers: int = 2) -> DSpark:
     """A drafter that means something (the target's layers) in which no tensor is trivial."""
     config = DrafterConfig.for_target(
         target.text_config,
@@ -38,7 +38,7 @@ def untrained_drafter(target: Target, draft_vocab: int | None, num_layers: int =
         markov_rank=64,
         draft_vocab_size=draft_vocab,
     )
-    drafter = Drafter(config)
+    drafter = DSpark(config)
     drafter.initialise_random(seed=0)
     drafter.share_target(target.embed_tokens.weight, target.lm_head.weight)
     for layer, source in zip(drafter.layers, target.layers[-num_layers:], strict=True):

@@ -17,15 +17,15 @@ from dspark.contract import Contract
 from dspark.decoding.decoder import Completion, Decoder, Request, SamplingConfig
 from dspark.decoding.target import Target, hash_weights
 from dspark.losses import LossConfig, fused_loss, output_head_of
+from dspark.models.eagle3 import Eagle3
+from dspark.models.starting_weights import build_drafter
 from dspark.packing import Sample, pack
-from dspark.starting_weights import build_drafter
-from pipelines.settings.recipes import eagle3_position_decay
 
 VOCABULARY, LAYERS, MASK = 512, (0, 2, 3), 511
 LOSSES = {
     "dspark": LossConfig(),
     "dflash": LossConfig(ce=1, l1=0, confidence=0),
-    "eagle3": LossConfig(ce=0, l1=0, confidence=0, soft_ce=1, position_decay=eagle3_position_decay(0.8)),
+    "eagle3": LossConfig(ce=0, l1=0, confidence=0, soft_ce=1, position_decay=Eagle3.loss["position_decay"]),
 }
 
 

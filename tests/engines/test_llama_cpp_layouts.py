@@ -22,7 +22,7 @@ from dspark.config import DrafterConfig
 from dspark.contract import Contract
 from dspark.decoding.decoder import Completion, Decoder, Request, SamplingConfig
 from dspark.decoding.target import Target
-from dspark.drafter import Drafter
+from dspark.models.dspark import DSpark
 from pipelines.data.packaged_target import packaged_target
 from pipelines.exports.native import Publication, publish_native
 
@@ -67,7 +67,7 @@ def tiny_target(folder: Path, *, tied: bool) -> Target:
 
 
 @torch.no_grad()
-def drafter_for(target: Target, draft_vocab: int | None) -> Drafter:
+def drafter_for(target: Target, draft_vocab: int | None) -> DSpark:
     """Random layers and context projection; a Markov head that knows what usually follows the last token."""
     rank = target.hidden_size + (draft_vocab is not None)
     config = DrafterConfig.for_target(
@@ -78,7 +78,7 @@ def drafter_for(target: Target, draft_vocab: int | None) -> Drafter:
         markov_rank=rank,
         draft_vocab_size=draft_vocab,
     )
-    drafter = Drafter(config)
+    drafter = DSpark(config)
     drafter.initialise_random(seed=3)
     drafter.share_target(target.embed_tokens.weight, target.lm_head.weight)
     tokens = torch.arange(target.vocab_size)[:, None]
@@ -95,7 +95,7 @@ def drafter_for(target: Target, draft_vocab: int | None) -> Drafter:
     return drafter.eval()
 
 
-def publish(drafter: Drafter, target: Target, folder: Path) -> None:
+def publish(drafter: DSpark, target: Target, folder: Path) -> None:
     """Through the exporter and its gates, as `dspark publish` does."""
     config = drafter.config
     hashes = target.hashes()
@@ -114,7 +114,7 @@ def publish(drafter: Drafter, target: Target, folder: Path) -> None:
     publish_native(Publication(name="tiny", drafter=drafter, target=target, contract=contract, probe_ids=probe), folder)
 
 
-def decode(target: Target, drafter: Drafter | None) -> dict[str, Completion]:
+def decode(target: Target, drafter: DSpark | None) -> dict[str, Completion]:
     requests = [
         Request(
             request_id=str(index),

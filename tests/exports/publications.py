@@ -3,9 +3,9 @@ from typing import Any
 
 import torch
 
-from dspark.checkpoint import load_drafter
 from dspark.contract import Contract
 from dspark.decoding.target import Target
+from dspark.models.checkpoint import load_drafter
 from pipelines.exports.native import Publication
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -10,9 +10,9 @@ import torch
 from publications import GOLDEN, publication
 from safetensors.torch import load_file, save_file
 
-from dspark.checkpoint import load_drafter
 from dspark.manifest import damaged_files
-from dspark.starting_weights import build_drafter
+from dspark.models.checkpoint import load_drafter
+from dspark.models.starting_weights import build_drafter
 from pipelines.exports import gates
 from pipelines.exports.native import Publication, publish_native
 from pipelines.exports.reader import open_folder

@@ -9,8 +9,8 @@ import yaml
 from publications import publication
 from safetensors.torch import load_file, save_file
 
-from dspark.checkpoint import load_drafter
 from dspark.manifest import damaged_files
+from dspark.models.checkpoint import load_drafter
 from pipelines.exports import gates
 from pipelines.exports.native import Publication, PublishError, publish_native
 
@@ -138,17 +138,17 @@ def test_gates_find_what_would_fail_silently(
     vanilla: Publication, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, message: str | None
 ) -> None:
     """Each fault is put into the folder after it was saved; nothing is published, the old folder stays."""
-    import dspark.checkpoint
+    import dspark.models.checkpoint
 
     publish_native(vanilla, tmp_path / "published")
     before = (tmp_path / "published" / "manifest.json").read_bytes()
-    save = dspark.checkpoint.save_drafter
+    save = dspark.models.checkpoint.save_drafter
 
     def spoiled(drafter: Any, path: Path, text_config: Any, **options: Any) -> None:
         save(drafter, path, text_config, **options)
         spoil(path)
 
-    monkeypatch.setattr(dspark.checkpoint, "save_drafter", spoiled)
+    monkeypatch.setattr(dspark.models.checkpoint, "save_drafter", spoiled)
     if message is None:
         with pytest.raises(gates.GateFailed):
             publish_native(vanilla, tmp_path / "published")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from whole_run import write_config
 
-from dspark.checkpoint import load_drafter
 from dspark.manifest import damaged_files
+from dspark.models.checkpoint import load_drafter
 from pipelines.errors import UserError
 from pipelines.progress import Reporter
 from pipelines.run import run_stages

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from dspark.checkpoint import save_drafter
 from dspark.config import DrafterConfig
 from dspark.decoding.target import Target, hash_weights
-from dspark.starting_weights import build_drafter
+from dspark.models.checkpoint import save_drafter
+from dspark.models.starting_weights import build_drafter
 from pipelines.decode import Answer, Piece, decode_one
 from pipelines.errors import UserError
 from pipelines.refit import refit_settings

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from dspark.calibration import sigmoid, survival
-from dspark.checkpoint import save_drafter
 from dspark.config import DrafterConfig
 from dspark.decoding.scheduling import algorithm_1
 from dspark.decoding.step_costs import StepCosts
 from dspark.decoding.target import Target
-from dspark.starting_weights import build_drafter
+from dspark.models.checkpoint import save_drafter
+from dspark.models.starting_weights import build_drafter
 from pipelines.data.conversations import Prompt
 from pipelines.errors import UserError
 from pipelines.evaluation.round_log import read_completions, read_events

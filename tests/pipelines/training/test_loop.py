@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from toy_training import EVERYTHING, ROWS, Toy, start, train, wait
 
-from dspark.eagle3 import Eagle3Drafter
+from dspark.models.eagle3 import Eagle3
 from pipelines.training.batches import SampleIndex
 from pipelines.training.log import HELD_OUT, LOG, read_log
 from pipelines.training.loop import FINAL
@@ -202,7 +202,7 @@ def test_eagle3_trains_on_a_conversation_that_is_supervised_from_its_first_token
     cache = task.open_cache()
     assert cache.spans(EVERYTHING)[0][0] == 0
     train(task)  # an epoch
-    plan = step_plan(task.settings, SampleIndex.of(cache), 4, Eagle3Drafter.first_anchor)
+    plan = step_plan(task.settings, SampleIndex.of(cache), 4, Eagle3.first_anchor)
     packs = [planned for number in range(4) for planned in plan.step(number).packs]
     (anchors,) = [
         a for planned in packs for row, a in zip(planned.rows, planned.anchors, strict=True) if row == EVERYTHING

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from dspark.config import SettingError
+from dspark.registry import SettingError
 
 
 def most_frequent_tokens(counts: Tensor, size: int, *, always: Iterable[int] = ()) -> Tensor:

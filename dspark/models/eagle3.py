@@ -9,18 +9,25 @@ slots, labels and visible context as every other drafter's block, so packs, loss
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dspark.attention import BlockLayout, Implementation
-from dspark.backbone import DraftAttention, GatedMLP, RMSNorm, Rotary, Rotation, initialise
-from dspark.config import DrafterConfig, SettingError
-from dspark.draft_cache import DraftCache
-from dspark.drafter import checked_draft_tokens, require_width, share_target
+from dspark.config import DrafterConfig, bad_setting
+from dspark.models.backbone import DraftAttention, GatedMLP, RMSNorm, Rotation
+from dspark.models.base import NO_HEADS, Choose, Drafter, OutputWeights
+from dspark.models.draft_cache import DraftCache
+from dspark.models.kernels import BlockAttention
+from dspark.models.starting_weights import copy_layer, read_last_captured, scale_projections, source_layers
 from dspark.packing import PackedBatch
+from dspark.registry import algorithms
+
+if TYPE_CHECKING:
+    from dspark.decoding.target import Target
 
 
 class Eagle3Layer(nn.Module):
@@ -45,61 +52,53 @@ class Eagle3Layer(nn.Module):
         return state + self.mlp(self.post_attention_layernorm(state))
 
 
-class Eagle3Drafter(nn.Module):
+@algorithms.register("eagle3")
+class Eagle3(Drafter):
     """Parameter names are those of the reference's checkpoints; there is no sequential or confidence head."""
 
-    markov_head = None
-    confidence_head = None
+    title = "EAGLE-3"
+    architectures: ClassVar[Mapping[str, str]] = {"Qwen3Eagle3Model": "qwen3"}
+    settings: ClassVar[Mapping[str, Any]] = {"num_draft_layers": 1}
+    # Step i weighs 0.8^i.
+    loss: ClassVar[Mapping[str, float]] = {"ce": 0.0, "l1": 0.0, "soft_ce": 1.0, "position_decay": -1 / math.log(0.8)}
+    fixed: ClassVar[Mapping[str, Any]] = {**NO_HEADS, "block_layout": "anchor-first"}
+    needs_mask_token = False
     first_anchor = 1  # a block reads the state before its anchor
 
     def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        if config.algorithm != "eagle3":
-            raise SettingError(f"algorithm is {config.algorithm!r}, not eagle3 (option `drafter.algorithm`)")
-        self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.fc = nn.Linear(config.num_features, config.hidden_size, bias=False)
+        super().__init__(config)
         self.layers = nn.ModuleList([Eagle3Layer(config)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary = Rotary(config)
-        self.attention: Implementation = "auto"
-        self.gradient_checkpointing = False  # keep only the steps' states, keys and values, and compute the rest again
-        self.draft_token_ids: Tensor | None
-        self.register_buffer("draft_token_ids", None, persistent=False)  # [Vd] ascending; None drafts all of V
-        self.embed_tokens.requires_grad_(False)
-        self.lm_head.requires_grad_(False)
+
+    @classmethod
+    def check(cls, config: DrafterConfig) -> None:
+        super().check(config)
+        if config.num_draft_layers != 1:
+            raise bad_setting("num_draft_layers", config.num_draft_layers, "1 for eagle3")
+
+    @classmethod
+    def layout(cls, config: DrafterConfig) -> dict[str, Any]:
+        return {
+            "architectures": [cls.architecture(config)],
+            "draft_num_hidden_layers": config.num_draft_layers,
+            "ttt_length": config.block_size,
+            "step_loss_decay": round(math.exp(-1 / (config.position_decay or cls.loss["position_decay"])), 9),
+        }
+
+    @classmethod
+    def read_layout(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "target_layer_ids": values["target_layer_ids"],
+            "block_size": values["ttt_length"],
+            "position_decay": -1 / math.log(values["step_loss_decay"]),
+            "mask_token_id": None,
+        }
 
     @property
     def layer(self) -> Eagle3Layer:
         layer = self.layers[0]
         assert isinstance(layer, Eagle3Layer)
         return layer
-
-    @property
-    def sequential_head(self) -> None:
-        return None
-
-    @property
-    def device(self) -> torch.device:
-        return self.fc.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
-
-    @property
-    def block_size(self) -> int:
-        """Draft tokens a round, G: as many as there are training steps."""
-        return self.config.block_size
-
-    def project_context(self, features: Tensor) -> Tensor:
-        """fc(features): [..., m*d] to [..., d], before `hidden_norm`.
-
-        Raises SettingError when the features' width is not that of the configured layers.
-        """
-        require_width(self, features)
-        return self.fc(features.to(self.dtype))
 
     def block_states(self, batch: PackedBatch) -> Tensor:
         """Post-`norm` states [N, G, d] of unrolled steps; step i is for the token at anchor + i + 1.
@@ -130,7 +129,7 @@ class Eagle3Drafter(nn.Module):
                 rotation = self.rotary(batch.positions[last] + step, context.dtype)
                 joined = layer.joined(self.embed_tokens(batch.previous_ids[:, step]), state)
                 key, value = attention.keys_values(joined, rotation)
-                layout = BlockLayout(
+                blocks = BlockAttention(
                     sequence_starts=batch.sequence_starts,
                     block_starts=batch.block_starts,
                     block_sequence=batch.block_sequence,
@@ -141,7 +140,7 @@ class Eagle3Drafter(nn.Module):
                 )
                 query = attention.queries(joined, rotation)[:, None]
                 own = torch.stack([*keys, key], dim=1), torch.stack([*values, value], dim=1)
-                attended = layout.attend(query, context_kv, *own, attention.scale)
+                attended = blocks.attend(query, context_kv, *own, attention.scale)
                 return layer.finish(state, attended[:, 0]), key, value
 
             recomputing = self.gradient_checkpointing and torch.is_grad_enabled()
@@ -151,53 +150,21 @@ class Eagle3Drafter(nn.Module):
             states.append(state)
         return self.norm(torch.stack(states, dim=1))
 
-    # DeepSpeed and its like wrap `forward`.
-    forward = block_states
-
     def new_cache(self, rows: int, capacity: int = 256) -> DraftCache:
         """An empty cache for `rows` requests; it keeps each row's last projected state as well."""
-        config = self.config
-        return DraftCache(
-            layers=1,
-            rows=rows,
-            key_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            dtype=self.dtype,
-            device=self.device,
-            capacity=capacity,
-            state_size=config.hidden_size,
-        )
-
-    @torch.no_grad()
-    def extend_context(
-        self,
-        cache: DraftCache,
-        features: Tensor,
-        next_ids: Tensor,
-        lengths: Tensor | list[int],
-        rows: Tensor | list[int] | None = None,
-    ) -> None:
-        """Append the first lengths[b] of features [B, S, m*d] to cache row rows[b] (row b when `rows` is None).
-
-        next_ids [B, S] are the tokens one to the right; a row's last one is the coming anchor.
-        """
-        token_rows, slots, source = cache.take_slots(lengths, rows, features.shape[1])
-        source = source.to(features.device)
-        self.write_context(cache, features.flatten(0, 1)[source], token_rows, slots, next_ids.flatten()[source])
+        cache = super().new_cache(rows, capacity)
+        cache.last_states = torch.zeros(rows, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        return cache
 
     @torch.no_grad()
     def write_context(
-        self, cache: DraftCache, features: Tensor, token_rows: Tensor, positions: Tensor, next_ids: Tensor
+        self, cache: DraftCache, hidden_states: Tensor, token_rows: Tensor, positions: Tensor, next_ids: Tensor
     ) -> None:
-        """Put packed features [M, m*d] at cache rows token_rows [M], positions [M] ascending within a row.
-
-        next_ids [M] are the tokens at the next position. The primitive under `extend_context`.
-        """
         if len(token_rows) == 0:
             return
         cache.reserve(int(positions.max()) + 1)
         token_rows, positions = token_rows.to(cache.device), positions.to(cache.device)
-        state = self.project_context(features.to(cache.device))
+        state = self.project_context(hidden_states.to(cache.device))
         rotation = self.rotary(positions, state.dtype)
         joined = self.layer.joined(self.embed_tokens(next_ids.to(cache.device)), state)
         cache.write(0, token_rows, positions, *self.layer.self_attn.keys_values(joined, rotation))
@@ -208,31 +175,42 @@ class Eagle3Drafter(nn.Module):
         """Start drafting after anchors [B] at anchor_positions [B], for cache rows 0 to B-1."""
         return Eagle3Block(self, anchor_ids, anchor_positions, cache)
 
-    def base_logits(self, states: Tensor, vocabulary: Tensor | None = None) -> Tensor:
-        """Head and soft cap: states [..., d] to [..., V], or to `vocabulary`'s tokens."""
-        weight = self.lm_head.weight if vocabulary is None else self.lm_head.weight[vocabulary]
-        logits = nn.functional.linear(states, weight)
-        cap = self.config.final_logit_softcapping
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+    def draft(
+        self,
+        anchor_ids: Tensor,
+        anchor_positions: Tensor,
+        cache: DraftCache,
+        slots: int,
+        choose: Choose,
+        weights: OutputWeights,
+    ) -> None:
+        """One step a token."""
+        block = self.begin_block(anchor_ids, anchor_positions, cache)
+        for slot in range(slots):
+            chosen = choose(self.base_logits(block.state, weights.head))
+            if slot + 1 < slots:
+                block.feed(chosen)
 
-    def confidence_logits(self, states: Tensor, previous_ids: Tensor) -> None:
-        """None: EAGLE-3 has no confidence head."""
-        return None
+    @torch.no_grad()
+    def start_from_target(self, target: Target, probe_ids: Tensor | None = None) -> list[int]:
+        """The layer as the target's top layer, reading the last captured layer.
 
-    def restrict_vocabulary(self, token_ids: Tensor) -> None:
-        """Draft only `token_ids` [Vd], which the checkpoint carries as `d2t` and `t2d`."""
-        self.draft_token_ids = checked_draft_tokens(token_ids, self.config).to(self.device)
-
-    def share_target(self, embedding: Tensor, head: Tensor) -> None:
-        """Take the target's embedding and head [V, d], frozen, without a copy where dtype and device agree."""
-        share_target(self, self.config, embedding, head)
-
-    def initialise_random(self, seed: int = 0) -> None:
-        """Normal weights, standard deviation 0.02. Global random state is kept."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            initialise(self.fc)
-            initialise(self.layers)
+        The layer's attention reads the next token's embedding beside the state: the state's half of its projections
+        and the norm before it are the target's, the embedding's half stays random. fc is the identity on the last
+        captured layer; MLP and final norm are the target's.
+        """
+        layer, size = self.layer, self.config.hidden_size
+        sources = source_layers(self, target, width=size)
+        source = target.layers[sources[0]]
+        read_last_captured(self, target)
+        layer.hidden_norm.weight.copy_(source.input_layernorm.weight.to(layer.hidden_norm.weight))
+        copy_layer(layer, source, without=("input_layernorm.weight",))
+        for part in ("q_proj", "k_proj", "v_proj"):
+            projection = getattr(source.self_attn, part, None)
+            if projection is not None:
+                getattr(layer.self_attn, part).weight[:, size:].copy_(projection.weight)
+        scale_projections(self.layers, target, sources, probe_ids)
+        return sources
 
 
 class Eagle3Block:
@@ -241,7 +219,7 @@ class Eagle3Block:
     The keys of drafted steps lie behind the context in the cache and are overwritten by the next round.
     """
 
-    def __init__(self, drafter: Eagle3Drafter, anchor_ids: Tensor, anchor_positions: Tensor, cache: DraftCache) -> None:
+    def __init__(self, drafter: Eagle3, anchor_ids: Tensor, anchor_positions: Tensor, cache: DraftCache) -> None:
         assert cache.last_states is not None
         self.drafter, self.cache = drafter, cache
         self.rows = torch.arange(len(anchor_ids), device=cache.device)

@@ -1,4 +1,4 @@
-"""Drafters that read coordinates of the features, and teachers made of stored parts."""
+"""Drafters that read components of the features, and teachers made of stored parts."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import torch
 from small_models import a_drafter, tiny_target
 from torch import Tensor
 
-from dspark.checkpoint import load_drafter, save_drafter
 from dspark.config import SettingError
 from dspark.decoding.target import TargetError
 from dspark.decoding.target_tail import TargetTail
-from dspark.folding import features_read, read_coordinates
+from dspark.models.checkpoint import load_drafter, save_drafter
+from dspark.models.merged_projection import context_projection, merge_projection
 from dspark.output_head import OutputHead, TeacherReader, log_normalizers
 from dspark.packing import DenseTeacher, TopOffsets
 
-WIDTH, COORDINATES = 96, 40
+WIDTH, COMPONENTS = 96, 40
 
 
 def projection() -> tuple[Tensor, Tensor]:
-    """P [C, W] and a lift [W, C] that undoes it on the space that P keeps."""
-    p = torch.randn(COORDINATES, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    """P [C, W] and a unprojection [W, C] that undoes it on the space that P keeps."""
+    p = torch.randn(COMPONENTS, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return p.float(), torch.linalg.pinv(p).float()
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "dflash", "eagle3", "reduced"])
-def test_a_drafter_trained_on_coordinates_is_published_as_one_on_features(kind: str, tmp_path: Path) -> None:
-    """Exactly the same function, without a bias, whatever its weights on the coordinates have become."""
+def test_a_drafter_trained_on_components_is_published_as_one_on_hidden_states(kind: str, tmp_path: Path) -> None:
+    """Exactly the same function, without a bias, whatever its weights on the components have become."""
     target = tiny_target()
     drafter = a_drafter(target, kind)
     features = torch.randn(11, WIDTH, generator=torch.Generator().manual_seed(1))
-    p, lift = projection()
-    read_coordinates(drafter, p, lift)
+    p, unprojection = projection()
+    merge_projection(drafter, p, unprojection)
     torch.nn.init.normal_(drafter.fc.weight, std=0.3)  # as training would leave it
     trained = drafter.project_context(features @ p.t())
     save_drafter(drafter, tmp_path, target.text_config)
@@ -45,22 +45,24 @@ def test_a_drafter_trained_on_coordinates_is_published_as_one_on_features(kind: 
     assert names == {name for name, _ in published.named_parameters()}
 
 
-def test_what_the_coordinates_know_of_the_features_is_read_as_before() -> None:
+def test_what_the_components_know_of_the_hidden_states_is_read_as_before() -> None:
     drafter = a_drafter(tiny_target(), "vanilla")
-    p, lift = projection()
-    before = features_read(drafter).clone()
-    kept = torch.randn(7, COORDINATES, generator=torch.Generator().manual_seed(2)) @ lift.t()  # in the space P keeps
+    p, unprojection = projection()
+    before = context_projection(drafter).clone()
+    kept = (
+        torch.randn(7, COMPONENTS, generator=torch.Generator().manual_seed(2)) @ unprojection.t()
+    )  # in the space P keeps
     expected = drafter.project_context(kept)
-    read_coordinates(drafter, p, lift)
+    merge_projection(drafter, p, unprojection)
     torch.testing.assert_close(drafter.project_context(kept @ p.t()), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(features_read(drafter) @ kept.t(), before @ kept.t(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(context_projection(drafter) @ kept.t(), before @ kept.t(), rtol=1e-4, atol=1e-4)
 
 
-def test_features_of_other_layers_are_refused() -> None:
+def test_hidden_states_of_other_layers_are_refused() -> None:
     drafter = a_drafter(tiny_target(), "vanilla")
-    with pytest.raises(SettingError, match="coordinates of 64 features"):
-        read_coordinates(drafter, torch.randn(8, 64), torch.randn(64, 8))
-    read_coordinates(drafter, *projection())
+    with pytest.raises(SettingError, match="components of 64 values"):
+        merge_projection(drafter, torch.randn(8, 64), torch.randn(64, 8))
+    merge_projection(drafter, *projection())
     with pytest.raises(SettingError, match="96 wide"):
         drafter.project_context(torch.randn(3, WIDTH))
 

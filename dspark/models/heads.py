@@ -1,4 +1,6 @@
-"""Sequential heads: the bias that the previous token puts on each slot's logits.
+"""The heads on a block's states: sequential heads, and the confidence head.
+
+A sequential head is the bias that the previous token puts on each slot's logits.
 
 N blocks of G slots, B rows, V vocabulary, d hidden, r Markov rank. Every head makes a vector z [..., r] a slot and
 adds `z @ W2.T` to the base logits; they differ in z:
@@ -8,16 +10,23 @@ The same numbers come out teacher-forced over a block and step by step.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
 from dspark.config import DrafterConfig
+from dspark.registry import sequential_heads
 
 OUTSIDE_BIAS = -1e4  # what the reserved column adds to a token outside the draft vocabulary
 
 
+@sequential_heads.register("vanilla")
 class SequentialHead(nn.Module):
     """Vanilla Markov head, and the interface of the others."""
+
+    engines: ClassVar[tuple[str, ...]] = ("vLLM", "SGLang", "llama.cpp")  # that load a checkpoint with this head
+    reserves_column: ClassVar[bool] = True  # z is W1[x_prev] itself, so a column can keep tokens out
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -87,8 +96,12 @@ class SequentialHead(nn.Module):
             self.markov_w2.weight[:, -1] = outside.to(self.markov_w2.weight.dtype) * OUTSIDE_BIAS
 
 
+@sequential_heads.register("gated")
 class GatedHead(SequentialHead):
     """The embedding is multiplied by sigmoid(G [h_k; W1[x_prev]]) first."""
+
+    engines = ("SGLang",)
+    reserves_column = False
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
@@ -102,8 +115,12 @@ class GatedHead(SequentialHead):
         return self.bias_vectors(h_k, previous_ids), None
 
 
+@sequential_heads.register("rnn")
 class RNNHead(SequentialHead):
     """A gated cell over the block: z_k = [s_{k-1}; W1[x_{k-1}]; h_k], its three parts from one linear layer."""
+
+    engines = ("SGLang",)
+    reserves_column = False
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
@@ -135,11 +152,30 @@ def build_head(config: DrafterConfig) -> SequentialHead | None:
     """The head that `markov_head_type` names; None for rank 0."""
     if config.markov_rank == 0:
         return None
-    kinds = {"vanilla": SequentialHead, "gated": GatedHead, "rnn": RNNHead}
-    return kinds[config.markov_head_type or "vanilla"](config)
+    return sequential_heads[config.markov_head_type or "vanilla"](config)
 
 
 def _without_last_column(gradient: Tensor) -> Tensor:
     gradient = gradient.clone()
     gradient[:, -1] = 0
     return gradient
+
+
+class ConfidenceHead(nn.Module):
+    """The probability that a slot is accepted given that all before it were.
+
+    c_k = sigmoid(w [h_k; W1[x_{k-1}]] + b), or of h_k alone. Gives logits.
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.with_markov = config.confidence_head_with_markov
+        width = config.hidden_size + (config.markov_rank if self.with_markov else 0)
+        self.proj = nn.Linear(width, 1)
+
+    def forward(self, states: Tensor, embedded: Tensor | None) -> Tensor:
+        """states [..., d], embedded [..., r] (the previous token's Markov embedding) to logits [...]."""
+        if self.with_markov:
+            assert embedded is not None
+            states = torch.cat([states, embedded], dim=-1)
+        return self.proj(states).squeeze(-1)

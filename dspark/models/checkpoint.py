@@ -13,20 +13,23 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from dspark.config import DrafterConfig, SettingError
-from dspark.draft_vocabulary import engine_mapping, mapped_tokens
-from dspark.folding import features_read
 from dspark.manifest import AGAIN, CheckpointError, read_json, require_intact
-from dspark.sequential_heads import OUTSIDE_BIAS, SequentialHead
+from dspark.models.base import Drafter
+from dspark.models.draft_vocabulary import engine_mapping, mapped_tokens
+from dspark.models.heads import OUTSIDE_BIAS
+from dspark.models.merged_projection import context_projection
+from dspark.registry import algorithms
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 SHARED_TENSORS = {"embed_tokens.weight", "lm_head.weight"}
 MAPPING_TENSORS = ("d2t", "t2d")  # of a reduced draft vocabulary that no Markov column carries
 
 
-def save_drafter(drafter: nn.Module, path: str | Path, target_text_config: Any, *, with_shared: bool = True) -> None:
+def save_drafter(drafter: Drafter, path: str | Path, target_text_config: Any, *, with_shared: bool = True) -> None:
     """Write `config.json` and `model.safetensors` in the native layout; the manifest is `new_folder`'s.
 
     `with_shared` False leaves out the target's embedding and head; such a folder opens only with its target.
@@ -35,34 +38,30 @@ def save_drafter(drafter: nn.Module, path: str | Path, target_text_config: Any, 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = native_tensors(drafter, with_shared=with_shared)
     save_tensors(tensors, folder / WEIGHTS)
-    config: Any = drafter.config
-    values = config.to_checkpoint(target_text_config)
+    values = drafter.config.to_checkpoint(target_text_config)
     values["dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     (folder / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
-def native_tensors(drafter: nn.Module, *, with_shared: bool = True) -> dict[str, Tensor]:
+def native_tensors(drafter: Drafter, *, with_shared: bool = True) -> dict[str, Tensor]:
     """The weights as the native layout stores them, by name: contiguous copies on the CPU."""
-    if isinstance(head := getattr(drafter, "markov_head", None), SequentialHead):
-        head.restore_reserved_column()
+    if drafter.markov_head is not None:
+        drafter.markov_head.restore_reserved_column()
     # Copies: a tied target's embedding and head are one tensor in memory and two in the file.
     tensors = {
         name: tensor.detach().to("cpu", copy=True).contiguous()
         for name, tensor in drafter.state_dict().items()
         if with_shared or name not in SHARED_TENSORS
     }
-    tensors["fc.weight"] = features_read(drafter).to("cpu").contiguous()
-    config: Any = drafter.config
-    if config.draft_vocab_size is not None and not config.reserves_markov_column:
-        ids: Any = drafter.draft_token_ids
-        tensors["d2t"], tensors["t2d"] = engine_mapping(ids, config.vocab_size)
+    tensors["fc.weight"] = context_projection(drafter).to("cpu").contiguous()
+    config = drafter.config
+    if drafter.draft_token_ids is not None and not config.reserves_markov_column:
+        tensors["d2t"], tensors["t2d"] = engine_mapping(drafter.draft_token_ids, config.vocab_size)
     return tensors
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """A safetensors file that others may read as they may read files beside it."""
-    from safetensors.torch import save_file
-
     save_file(dict(tensors), path, metadata={"format": "pt"})
     mask = os.umask(0)
     os.umask(mask)
@@ -86,8 +85,8 @@ def load_drafter(
     target: Any = None,
     needs_manifest: bool = False,
     cure: str = AGAIN,
-) -> Any:
-    """Open a published checkpoint (Drafter, or Eagle3Drafter) by the `architectures` of its config.json.
+) -> Drafter:
+    """Open a published checkpoint by the `architectures` of its config.json.
 
     Args:
         dtype: None keeps the stored one.
@@ -99,8 +98,6 @@ def load_drafter(
         CheckpointError: a file is missing or was changed, the architecture is unknown, a layout key is missing, or the
             tensors don't fit the configuration.
     """
-    from safetensors.torch import load_file
-
     folder = Path(path)
     shapes = _shapes(folder, needs_manifest, cure)
     config = _checked_config(folder, shapes, None if target is None else tuple(target.embed_tokens.weight.shape), cure)
@@ -117,12 +114,12 @@ def load_drafter(
     chosen = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     tensors = {name: tensor.to(device=device, dtype=chosen or tensor.dtype) for name, tensor in tensors.items()}
     with torch.device("meta"):
-        drafter = drafter_class(config)(config)
+        drafter = algorithms[config.algorithm](config)
     drafter.load_state_dict(tensors, assign=True)
     drafter.embed_tokens.requires_grad_(False)
     drafter.lm_head.requires_grad_(False)
     try:
-        if config.reserves_markov_column:
+        if config.reserves_markov_column and drafter.markov_head is not None:
             inside = drafter.markov_head.markov_w2.weight[:, -1] > OUTSIDE_BIAS / 2
             drafter.restrict_vocabulary(inside.nonzero().flatten())
         elif config.draft_vocab_size is not None:
@@ -130,17 +127,6 @@ def load_drafter(
     except SettingError as error:
         raise CheckpointError(f"{folder / WEIGHTS}: {error}: {cure}") from error
     return drafter.eval()
-
-
-def drafter_class(config: DrafterConfig) -> Any:
-    """Drafter, or Eagle3Drafter."""
-    if config.algorithm == "eagle3":
-        from dspark.eagle3 import Eagle3Drafter
-
-        return Eagle3Drafter
-    from dspark.drafter import Drafter
-
-    return Drafter
 
 
 def _shapes(folder: Path, needs_manifest: bool, cure: str) -> dict[str, tuple[int, ...]]:
@@ -172,7 +158,9 @@ def _checked_config(
         if shared == ():
             shapes = dict.fromkeys(SHARED_TENSORS, (config.vocab_size, config.hidden_size)) | dict(shapes)
         with torch.device("meta"):
-            expected = {name: tuple(value.shape) for name, value in drafter_class(config)(config).state_dict().items()}
+            expected = {
+                name: tuple(value.shape) for name, value in algorithms[config.algorithm](config).state_dict().items()
+            }
     except SettingError as error:
         raise CheckpointError(f"{folder / CONFIG}: {error}: {cure}") from error
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
@@ -207,7 +195,7 @@ def _require_sizes(config: DrafterConfig, shapes: Mapping[str, tuple[int, ...]])
         "num_attention_heads": config.num_attention_heads * config.head_dim,
         "num_key_value_heads": config.num_key_value_heads * config.head_dim,
         "markov_rank": config.markov_rank,
-        "target_layer_ids": config.num_features,
+        "target_layer_ids": config.hidden_states_size,
     }
     for name, size in sizes.items():
         if size > longest:

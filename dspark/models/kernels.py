@@ -3,7 +3,7 @@
 T context tokens of Q sequences, N blocks of G slots and G' own keys (as many, except in EAGLE-3's unrolled steps),
 H heads, K key heads, D head size. A slot sees the context tokens of its own sequence strictly before its block's
 anchor, and every slot of its own block, both ways.
-`BlockLayout.allows` states exactly that; the three implementations are flex attention (GPU), a two-part product
+`BlockAttention.allows` states exactly that; the three implementations are flex attention (GPU), a two-part product
 that never computes a masked block-to-block score (CPU), and dense SDPA (the plain statement, for comparison).
 """
 
@@ -35,7 +35,7 @@ class _Chunk:
 
 
 @dataclass(frozen=True)
-class BlockLayout:
+class BlockAttention:
     """Where every context token and block of a pack belongs. Indices are into the packed T tokens."""
 
     sequence_starts: Tensor  # [Q+1] i64
@@ -162,7 +162,7 @@ class _TwoPart(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         scale: float,
-        layout: BlockLayout,
+        layout: BlockAttention,
     ) -> Tensor:
         blocks, slots, heads, size = q.shape
         key_heads = k.shape[2]
