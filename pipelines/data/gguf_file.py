@@ -1,7 +1,7 @@
 """A Llama-architecture GGUF file turned into a folder that `from_pretrained` opens.
 
 Steps:
-1. read the header: metadata and the table of tensors (one pass; the general readers need seconds for each of three);
+1. read metadata and the table of tensors;
 2. write `config.json` and `generation_config.json` from the metadata;
 3. dequantise the tensors, undo llama.cpp's row order of the query and key projections, and save them in bf16;
 4. rebuild the byte-level BPE tokenizer with its chat template.
@@ -10,18 +10,15 @@ Steps:
 from __future__ import annotations
 
 import json
-import mmap
-import struct
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf import GGUFReader, ReaderTensor, dequantize
 
 from pipelines.errors import UserError
 
-_STRING, _ARRAY = 8, 9
-_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _CONTROL_TOKEN = 3
 
 # Names inside a block, as llama.cpp and as transformers write them.
@@ -43,108 +40,33 @@ _TOP_TENSORS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class GgufTensor:
-    """One tensor's place in the file. `shape` is in torch order; `kind` is the ggml type."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: int
-    offset: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class GgufFile:
-    """Metadata, tensor table, and the mapped bytes."""
-
-    metadata: dict[str, Any]
-    tensors: tuple[GgufTensor, ...]
-    data: np.ndarray  # uint8, from the first tensor on
-
-    def array(self, tensor: GgufTensor) -> np.ndarray:
-        """The tensor's values in float32, dequantised."""
-        from gguf import GGMLQuantizationType
-        from gguf.quants import GGML_QUANT_SIZES, dequantize
-
-        kind = GGMLQuantizationType(tensor.kind)
-        block_values, block_bytes = GGML_QUANT_SIZES[kind]
-        num_bytes = int(np.prod(tensor.shape)) // block_values * block_bytes
-        raw = self.data[tensor.offset : tensor.offset + num_bytes]
-        if len(raw) != num_bytes:
-            raise UserError(f"the GGUF file ends inside {tensor.name}; it was cut off: fetch it again")
-        rows = raw.reshape(*tensor.shape[:-1], tensor.shape[-1] // block_values * block_bytes)
-        if kind == GGMLQuantizationType.F32:
-            return raw.view(np.float32).reshape(tensor.shape)
-        return dequantize(rows, kind).reshape(tensor.shape)
-
-
-def read_gguf(path: Path) -> GgufFile:
-    """Read the header of a GGUF file of version 2 or 3. Raises UserError for anything else."""
-    with open(path, "rb") as file:
-        blob = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if blob[:4] != b"GGUF":
-        raise UserError(f"{path} is not a GGUF file (its first bytes are {blob[:4]!r})")
-    version, tensor_count, metadata_count = struct.unpack_from("<IQQ", blob, 4)
-    if version not in (2, 3):
-        raise UserError(f"{path} is GGUF version {version}; this reader knows 2 and 3")
-    cursor = _Cursor(blob, 24)
-    metadata: dict[str, Any] = {}
-    for _ in range(metadata_count):
-        key = cursor.string()
-        metadata[key] = cursor.value(cursor.scalar("<I"))
-    tensors = tuple(cursor.tensor() for _ in range(tensor_count))
-    alignment = metadata.get("general.alignment", 32)
-    start = -(-cursor.position // alignment) * alignment
-    return GgufFile(metadata=metadata, tensors=tensors, data=np.frombuffer(blob, np.uint8)[start:])
-
-
-class _Cursor:
-    def __init__(self, blob: mmap.mmap, position: int) -> None:
-        self.blob, self.position = blob, position
-
-    def scalar(self, layout: str) -> Any:
-        (value,) = struct.unpack_from(layout, self.blob, self.position)
-        self.position += struct.calcsize(layout)
-        return value
-
-    def string(self) -> str:
-        length = self.scalar("<Q")
-        self.position += length
-        return self.blob[self.position - length : self.position].decode("utf-8")
-
-    def value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self.string()
-        if kind == _ARRAY:
-            inner, count = self.scalar("<I"), self.scalar("<Q")
-            return [self.value(inner) for _ in range(count)]
-        return self.scalar(_SCALARS[kind])
-
-    def tensor(self) -> GgufTensor:
-        name = self.string()
-        shape = tuple(reversed([self.scalar("<Q") for _ in range(self.scalar("<I"))]))
-        return GgufTensor(name=name, shape=shape, kind=self.scalar("<I"), offset=self.scalar("<Q"))
+def read_gguf(path: Path) -> tuple[dict[str, Any], list[ReaderTensor]]:
+    """(metadata, tensors) of a GGUF file. Raises UserError for anything else."""
+    try:
+        reader = GGUFReader(path)
+        return {key: field.contents() for key, field in reader.fields.items()}, reader.tensors
+    except (ValueError, KeyError, IndexError, OverflowError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not a whole GGUF file ({error}): fetch it again") from error
 
 
 def convert_llama(path: Path, folder: Path) -> None:
     """Write `folder` (which exists) from a Llama-architecture GGUF file with a byte-level BPE tokenizer."""
-    source = read_gguf(path)
-    architecture, kind = source.metadata["general.architecture"], source.metadata["tokenizer.ggml.model"]
+    meta, tensors = read_gguf(path)
+    architecture, kind = meta.get("general.architecture"), meta.get("tokenizer.ggml.model")
     if (architecture, kind) != ("llama", "gpt2"):
         raise UserError(
             f"{path.name} is a {architecture} with a {kind} tokenizer; this conversion knows llama with gpt2"
         )
-    config = llama_config(source)
+    config = llama_config(meta, tied=all(tensor.name != "output.weight" for tensor in tensors))
     _write_json(folder / "config.json", config)
     generation = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(folder / "generation_config.json", generation)
-    _save_weights(source, config, folder)
-    _save_tokenizer(source, folder)
+    _save_weights(tensors, config, folder)
+    _save_tokenizer(meta, folder)
 
 
-def llama_config(source: GgufFile) -> dict[str, Any]:
+def llama_config(meta: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
     """`config.json` of a Llama model, out of GGUF metadata."""
-    meta = source.metadata
     heads, hidden = meta["llama.attention.head_count"], meta["llama.embedding_length"]
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -167,7 +89,7 @@ def llama_config(source: GgufFile) -> dict[str, Any]:
         "num_key_value_heads": meta.get("llama.attention.head_count_kv", heads),
         "rms_norm_eps": _shortest(meta["llama.attention.layer_norm_rms_epsilon"]),
         "rope_parameters": {"rope_theta": _shortest(meta["llama.rope.freq_base"]), "rope_type": "default"},
-        "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in source.tensors),
+        "tie_word_embeddings": tied,
         "use_cache": True,
         "vocab_size": len(meta["tokenizer.ggml.tokens"]),
     }
@@ -178,14 +100,14 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _save_weights(source: GgufFile, config: dict[str, Any], folder: Path) -> None:
+def _save_weights(tensors: Sequence[ReaderTensor], config: dict[str, Any], folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
     weights = {}
-    for tensor in source.tensors:
+    for tensor in tensors:
         name = _tensor_name(tensor.name)
-        values = torch.from_numpy(np.array(source.array(tensor)))
+        values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
         if name.endswith("q_proj.weight"):
             values = _original_rows(values, config["num_attention_heads"])
         elif name.endswith("k_proj.weight"):
@@ -209,12 +131,11 @@ def _original_rows(weight: Any, heads: int) -> Any:
     return weight.reshape(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
-def _save_tokenizer(source: GgufFile, folder: Path) -> None:
+def _save_tokenizer(meta: Mapping[str, Any], folder: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
 
-    meta = source.metadata
     tokens = meta["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))

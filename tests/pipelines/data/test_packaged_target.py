@@ -48,12 +48,12 @@ def test_smollm_splits_digits_before_spaces_are_joined(tmp_path: Path) -> None:
 
 def test_what_is_no_gguf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"no such thing")
-    with pytest.raises(UserError, match="not a GGUF file"):
+    with pytest.raises(UserError, match="not a whole GGUF file"):
         read_gguf(tmp_path / "x.gguf")
     write_gguf(tmp_path / "toy.gguf", tied=True)
     whole = (tmp_path / "toy.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(whole[:-5000])
-    with pytest.raises(UserError, match="cut off"):
+    with pytest.raises(UserError, match="not a whole GGUF file"):
         convert_llama(tmp_path / "cut.gguf", tmp_path)
 
 
