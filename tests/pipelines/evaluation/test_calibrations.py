@@ -99,7 +99,7 @@ def test_the_floor_is_what_exact_probabilities_show() -> None:
 
 def test_cross_validation_never_reads_a_round_with_its_own_prompt() -> None:
     """Outcomes that no confidence tells: a table that had seen them would look better than one that had not."""
-    benchmark = Path(__file__).parents[2] / "benchmarks" / "calibration.py"
+    benchmark = Path(__file__).parents[3] / "benchmarks" / "calibration.py"
     cross_validated = runpy.run_path(str(benchmark))["cross_validated"]
     rows = columns(rounds_of(0, 12))
     found = cross_validated(rows, DEFAULT_GRID, 20, folds=4)

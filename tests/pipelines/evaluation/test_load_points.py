@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from synthetic_events import COSTS, LOADS, evaluation, full_report, served, serving_figures
+from synthetic_events import LOADS, evaluation, full_report, served, serving_figures
 
 from dspark.calibration import SlotCalibration
-from dspark.decoding.scheduling import threshold
-from dspark.serving import mean_field
 from pipelines.evaluation.round_log import EVENT_SCHEMA
 from pipelines.evaluation.serving import conditional, measured_points, recording_of
 from pipelines.reporting.page import render_page
@@ -63,14 +61,3 @@ def test_every_policy_and_load_stands_on_the_page() -> None:
     for name in ("no drafting", "one slot", "scheduler", "two steps behind"):
         assert text.count(name) > len(LOADS)
     assert "No step costs were measured" in render_page({**full_report(), "serving": None})
-
-
-def page_threshold(level: float, users: int) -> list[float]:
-    """What the page should show at a threshold: tokens a second, of one user, drafts, tokens a step."""
-    rounds = full_report()["serving"]["rounds"]
-    confidence, accepted = np.array(rounds["confidence"]) / 1000, np.array(rounds["accepted"])
-    recording = recording_of(evaluation()[0], 1.0, SlotCalibration((2.0,) * 7))
-    assert recording is not None
-    part = type(recording)(accepted, None, recording.first[:1], recording.rounds[:1], recording.tokens[:1], 7)
-    point = mean_field(part, COSTS, threshold(confidence, level), users)
-    return [point.tokens_per_second, point.tokens_per_second_user, point.drafts, point.accepted_length]

@@ -4,13 +4,17 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from headless_browser import Browser, find_browser
-from synthetic_events import LOADS, full_report, labels, simulate
-from test_load import page_threshold
+from synthetic_events import COSTS, LOADS, evaluation, full_report, labels, simulate
 
+from dspark.calibration import SlotCalibration
+from dspark.decoding.scheduling import threshold
+from dspark.serving import mean_field
 from pipelines.evaluation.round_log import completion_table, event_table
+from pipelines.evaluation.serving import recording_of
 from pipelines.reporting.report import ReportInputs, build_report, write_report
 
 CONTRAST = """
@@ -120,11 +124,22 @@ def test_the_threshold_recomputes_from_the_recorded_data(browser: Browser, pages
           });
         })()"""
     )
-    for (threshold, scheduled, length, _), row, _ in found:
-        assert threshold == f"{row['threshold']:.2f}"
+    for (level, scheduled, length, _), row, _ in found:
+        assert level == f"{row['threshold']:.2f}"
         assert float(scheduled) == pytest.approx(row["scheduled"], abs=0.006)
         assert float(length) == pytest.approx(row["accepted_length"], abs=0.006)
     assert len({cursor for *_, cursor in found}) == 3
+
+
+def page_threshold(level: float, users: int) -> list[float]:
+    """What the page should show at a threshold: tokens a second, of one user, drafts, tokens a step."""
+    rounds = full_report()["serving"]["rounds"]
+    confidence, accepted = np.array(rounds["confidence"]) / 1000, np.array(rounds["accepted"])
+    recording = recording_of(evaluation()[0], 1.0, SlotCalibration((2.0,) * 7))
+    assert recording is not None
+    part = type(recording)(accepted, None, recording.first[:1], recording.rounds[:1], recording.tokens[:1], 7)
+    point = mean_field(part, COSTS, threshold(confidence, level), users)
+    return [point.tokens_per_second, point.tokens_per_second_user, point.drafts, point.accepted_length]
 
 
 @pytest.mark.parametrize(("load", "level"), [(0, 0.0), (4, 0.37), (7, 0.9)])

@@ -23,7 +23,7 @@ from pipelines.reporting.report import (
 )
 from pipelines.reporting.terms import TERMS
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.fixture(scope="module")
