@@ -10,10 +10,11 @@ import hashlib
 import linecache
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from pipelines.errors import UserError
 
@@ -33,16 +34,26 @@ def load_plugins(plugins: Sequence[str]) -> None:
 
 
 def plugin_texts(plugins: Sequence[str]) -> dict[str, str]:
-    """The text of each plugin that is a file: what a worker runs, and what a run's identity depends on."""
+    """The text of each plugin that is a file, which workers run instead of reading it."""
     load_plugins(plugins)
     return {plugin: _TEXTS[plugin] for plugin in plugins if plugin in _TEXTS}
 
 
-def plugin_identity(plugins: Sequence[str]) -> dict[str, dict[str, str]]:
-    """What a stage's identity says of the plugins: the SHA-256 of each text (of a module: its name). Empty without."""
+def plugin_identity(plugins: Sequence[str], parts: Iterable[Any]) -> dict[str, dict[str, str]]:
+    """For a stage's identity: the SHA-256 of the text of each plugin that one of its `parts` (classes) comes from.
+
+    Empty where they are all built in, so that naming a plugin alone changes no stage.
+    """
     texts = plugin_texts(plugins)
-    hashes = {plugin: hashlib.sha256(texts.get(plugin, plugin).encode()).hexdigest() for plugin in plugins}
-    return {"plugins": hashes} if plugins else {}
+    modules = {part.__module__ for part in parts}
+    used = {}
+    for plugin in plugins:
+        if plugin in texts and _module_name(plugin) in modules:
+            used[plugin] = hashlib.sha256(texts[plugin].encode()).hexdigest()
+        elif within := sorted(name for name in modules if f"{name}.".startswith(f"{plugin}.")):
+            sources = [Path(str(sys.modules[name].__file__)).read_bytes() for name in within]
+            used[plugin] = hashlib.sha256(b"".join(sources)).hexdigest()
+    return {"plugins": used} if used else {}
 
 
 def load_texts(plugins: Sequence[str], texts: Mapping[str, str]) -> None:
@@ -61,8 +72,12 @@ def _import(plugin: str) -> None:
         raise UserError(f"plugins: {plugin}: {error}; give an installed module or the path of a .py file") from error
 
 
+def _module_name(plugin: str) -> str:
+    return f"dspark_plugin_{Path(plugin).stem}_{hashlib.sha256(plugin.encode()).hexdigest()[:8]}"
+
+
 def _run(plugin: str, text: str) -> None:
-    name = f"dspark_plugin_{Path(plugin).stem}_{hashlib.sha256(plugin.encode()).hexdigest()[:8]}"
+    name = _module_name(plugin)
     module = sys.modules[name] = ModuleType(name)
     module.__file__ = plugin
     linecache.cache[plugin] = (len(text), None, text.splitlines(keepends=True), plugin)  # for tracebacks

@@ -10,6 +10,7 @@ m captured layers, r Markov rank.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -43,6 +44,11 @@ class OutputWeights(NamedTuple):
 
     head: Tensor  # [Vd, d]
     bias: Tensor | None  # [Vd, r] of the sequential head
+
+
+def vllm_command(method: str, folder: str, tokens: int) -> dict[str, str]:
+    asked = {"method": method, "model": folder, "num_speculative_tokens": tokens}
+    return {"vLLM": f"--speculative-config '{json.dumps(asked, ensure_ascii=False)}'"}
 
 
 class Drafter(nn.Module, ABC):
@@ -107,11 +113,11 @@ class Drafter(nn.Module, ABC):
     @classmethod
     def layout(cls, config: DrafterConfig) -> dict[str, Any]:
         """The keys of `config.json` that say what the algorithm is and how it drafts."""
-        return {
+        mask = {"mask_token_id": config.mask_token_id} if cls.needs_mask_token else {}
+        return mask | {
             "architectures": [cls.architecture(config)],
             "block_size": config.block_size,
             "block_layout": config.block_layout,
-            "mask_token_id": config.mask_token_id,
             "num_anchors": config.num_anchors,
             "markov_rank": config.markov_rank,
             "markov_head_type": config.markov_head_type or "vanilla",
@@ -126,13 +132,35 @@ class Drafter(nn.Module, ABC):
         return {
             "target_layer_ids": values["target_layer_ids"],
             "block_size": values["block_size"],
-            "mask_token_id": values["mask_token_id"],
+            "mask_token_id": values["mask_token_id"] if cls.needs_mask_token else None,
             "num_anchors": values.get("num_anchors", 512),
             "markov_rank": rank,
             "markov_head_type": values["markov_head_type"] if rank else None,
             "enable_confidence_head": confidence,
             "confidence_head_with_markov": bool(confidence and values["confidence_head_with_markov"]),
         }
+
+    # Who can serve a published folder
+
+    @classmethod
+    def describe(cls, config: DrafterConfig) -> str:
+        """How it drafts, for the model card."""
+        return "Layout: anchor first"
+
+    @classmethod
+    def engine_notes(cls, config: DrafterConfig, *, speculators: bool) -> list[str]:
+        """A line for each thing to know about engines; `speculators`: that layout is published too."""
+        return [f"Evaluation only: no engine knows a {cls.title} drafter."]
+
+    @classmethod
+    def commands(cls, config: DrafterConfig, *, speculators: bool, temperatures: bool) -> dict[str, str]:
+        """The arguments that start each engine with this folder (…). `temperatures`: a table for SGLang is there."""
+        return {}
+
+    @classmethod
+    def speculators_layout(cls, config: DrafterConfig, layer_ids: list[int]) -> dict[str, Any] | None:
+        """Its keys in the layout of `speculators` 0.9.0, which counts layers as `layer_ids`; None where it has none."""
+        return None
 
     # Training
 

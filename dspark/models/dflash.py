@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from dspark.config import DrafterConfig, bad_setting
 from dspark.families import FAMILIES
 from dspark.models.backbone import DraftLayer, RMSNorm
-from dspark.models.base import Choose, Drafter, OutputWeights
+from dspark.models.base import Choose, Drafter, OutputWeights, vllm_command
 from dspark.models.draft_cache import DraftCache
 from dspark.models.kernels import BlockAttention
 from dspark.models.starting_weights import copy_layer, read_last_captured, scale_projections, source_layers
@@ -82,6 +82,45 @@ class DFlash(Drafter):
             "block_layout": "mask-first",
             "mask_token_id": values["dflash_config"]["mask_token_id"],
             "num_anchors": values.get("num_anchors", 512),
+        }
+
+    @classmethod
+    def describe(cls, config: DrafterConfig) -> str:
+        if config.block_layout == "mask-first":
+            return f"Layout: {config.input_slots} slots, the anchor's predicts nothing"
+        return super().describe(config)
+
+    @classmethod
+    def engine_notes(cls, config: DrafterConfig, *, speculators: bool) -> list[str]:
+        if config.block_layout == "mask-first":
+            return ["vLLM loads this layout (DFlash: slot j predicts the token at anchor + j, slot 0 nothing)."]
+        return ["Evaluation only: without a sequential head engines don't load this layout."]
+
+    @classmethod
+    def commands(cls, config: DrafterConfig, *, speculators: bool, temperatures: bool) -> dict[str, str]:
+        return vllm_command("dflash", "…", config.block_size) if config.block_layout == "mask-first" else {}
+
+    @classmethod
+    def speculators_layout(cls, config: DrafterConfig, layer_ids: list[int]) -> dict[str, Any]:
+        """Blocks that draft from the anchor are DSpark's, with or without its heads: engines know no such DFlash."""
+        values = {
+            "speculators_model_type": "dflash",
+            "architectures": ["DFlashSpeculator"],
+            "aux_hidden_state_layer_ids": layer_ids,
+            "mask_token_id": config.mask_token_id,
+            "block_size": config.input_slots,
+            "sample_from_anchor": config.block_layout == "anchor-first",
+            "sliding_window_non_causal": True,
+        }
+        if config.block_layout == "mask-first":
+            return values
+        return values | {
+            "speculators_model_type": "dspark",
+            "architectures": ["DSparkSpeculator"],
+            "markov_rank": config.markov_rank,
+            "markov_head_type": config.markov_head_type or "vanilla",
+            "enable_confidence_head": config.enable_confidence_head,
+            "confidence_head_with_markov": config.confidence_head_with_markov,
         }
 
     def project_context(self, hidden_states: Tensor) -> Tensor:

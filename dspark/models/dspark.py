@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 from dspark.config import DrafterConfig
 from dspark.families import FAMILIES
+from dspark.models.base import vllm_command
 from dspark.models.dflash import DFlash
 from dspark.models.heads import ConfidenceHead, build_head
-from dspark.registry import algorithms
+from dspark.registry import algorithms, sequential_heads
 
 
 @algorithms.register("dspark")
@@ -31,3 +32,27 @@ class DSpark(DFlash):
     def name_for(cls, config: DrafterConfig) -> str:
         """Without its heads it is DFlash, and a checkpoint does not tell the two apart."""
         return "dspark" if config.markov_rank or config.enable_confidence_head else "dflash"
+
+    @classmethod
+    def engine_notes(cls, config: DrafterConfig, *, speculators: bool) -> list[str]:
+        if not config.markov_rank:
+            return super().engine_notes(config, speculators=speculators)
+        kind = config.markov_head_type
+        engines = sequential_heads[str(kind)].engines
+        if len(engines) == 1:
+            return [f"{engines[0]} only: other engines have no {kind} sequential head."]
+        notes = [f"{', '.join(engines[:-1])} and {engines[-1]} load this layout ({kind} sequential head)."]
+        if config.enable_confidence_head and not config.confidence_head_with_markov:
+            notes.append("llama.cpp refuses a confidence head without the Markov embedding.")
+        return notes
+
+    @classmethod
+    def commands(cls, config: DrafterConfig, *, speculators: bool, temperatures: bool) -> dict[str, str]:
+        if not config.markov_rank:
+            return {}
+        table = " --speculative-dspark-confidence-sts-path sglang_temperatures.json" if temperatures else ""
+        known = vllm_command("dspark", "…", config.block_size) | {
+            "SGLang": f"--speculative-algorithm DSPARK --speculative-draft-model-path …{table}",
+            "llama.cpp": f"--spec-type draft-dspark --spec-draft-n-max {config.block_size}",
+        }
+        return {engine: known[engine] for engine in sequential_heads[str(config.markov_head_type)].engines}

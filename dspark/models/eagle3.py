@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dspark.config import DrafterConfig, bad_setting
 from dspark.models.backbone import DraftAttention, GatedMLP, RMSNorm, Rotation
-from dspark.models.base import NO_HEADS, Choose, Drafter, OutputWeights
+from dspark.models.base import NO_HEADS, Choose, Drafter, OutputWeights, vllm_command
 from dspark.models.draft_cache import DraftCache
 from dspark.models.kernels import BlockAttention
 from dspark.models.starting_weights import copy_layer, read_last_captured, scale_projections, source_layers
@@ -92,6 +92,34 @@ class Eagle3(Drafter):
             "block_size": values["ttt_length"],
             "position_decay": -1 / math.log(values["step_loss_decay"]),
             "mask_token_id": None,
+        }
+
+    @classmethod
+    def describe(cls, config: DrafterConfig) -> str:
+        return "One token after the other, by one layer that reads its own output"
+
+    @classmethod
+    def engine_notes(cls, config: DrafterConfig, *, speculators: bool) -> list[str]:
+        where = (
+            "the folder `speculators` beside it" if speculators else "publish.speculators=true for a layout it loads"
+        )
+        return [f"vLLM: {where}. This folder is the reference's EAGLE-3 layout, for evaluation."]
+
+    @classmethod
+    def commands(cls, config: DrafterConfig, *, speculators: bool, temperatures: bool) -> dict[str, str]:
+        return vllm_command("eagle3", "…/speculators", config.block_size) if speculators else {}
+
+    @classmethod
+    def speculators_layout(cls, config: DrafterConfig, layer_ids: list[int]) -> dict[str, Any]:
+        return {
+            "speculators_model_type": "eagle3",
+            "architectures": ["Eagle3Speculator"],
+            "eagle_aux_hidden_state_layer_ids": layer_ids,
+            "norm_before_residual": False,
+            "norm_before_fc": False,
+            "fc_norm": False,
+            "norm_output": False,
+            "embed_requires_grad": False,
         }
 
     @property

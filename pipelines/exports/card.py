@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,8 +9,11 @@ from typing import Any
 import yaml
 
 from dspark.config import DrafterConfig
+from dspark.registry import algorithms
 from pipelines.reporting.markdown import length_table
 
+# What an engine asks for before it is started.
+CONVERSION = {"llama.cpp": "convert with `convert_hf_to_gguf.py --target-model-dir TARGET`, serve with "}
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
@@ -32,7 +34,10 @@ def model_card(
     """
     front = _front_matter(contract, license, report)
     lines = ["---", yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip(), "---", "", f"# {name}", ""]
-    kind = {"dspark": "A DSpark", "dflash": "A DFlash", "eagle3": "An EAGLE-3"}[config.algorithm]
+    drafter = algorithms[config.algorithm]
+    kind = f"{'An' if drafter.title[0] in 'AEIO' else 'A'} {drafter.title}"
+    speculators = "4 drafts alike, speculators layout" in gates
+    commands = drafter.commands(config, speculators=speculators, temperatures=bool(temperatures))
     layers = ", ".join(map(str, config.target_layer_ids))
     lines += [
         f"{kind} drafter for speculative decoding with `{contract['target_name']}`. It drafts "
@@ -50,8 +55,8 @@ def model_card(
         "## Serving",
         "",
         *[f"- {note}" for note in gates["5 engines"]],
-        f"- {_layout(config)}; context states are the outputs of the target's decoder layers {layers} (from 0).",
-        *_commands(config, speculators="4 drafts alike, speculators layout" in gates, temperatures=bool(temperatures)),
+        f"- {drafter.describe(config)}; it reads the outputs of the target's decoder layers {layers} (from 0).",
+        *[f"- {engine}: {CONVERSION.get(engine, '')}`{arguments}`" for engine, arguments in commands.items()],
     ]
     if temperatures:
         shown = ", ".join(f"{value:.3f}" for value in temperatures)
@@ -77,7 +82,7 @@ def model_card(
         "- `contract.json`: what the states and blocks mean, with the hashes of target, tokenizer and chat template.",
         "- `gates.json`: what was checked before publication. `manifest.json`: the hash of every file.",
     ]
-    if "4 drafts alike, speculators layout" in gates:
+    if speculators:
         lines += ["- `speculators/`: the same drafter in the layout of `speculators`, without embedding and head."]
     if report is not None:
         lines += ["- `report.html`, `report.json`: how it was measured, slot by slot."]
@@ -103,41 +108,6 @@ def _headline(report: Mapping[str, Any] | None) -> float | None:
         if (row["drafter"], row["temperature"], row["domain"]) == ("dspark", 0.0, "mean"):
             return None if row["value"] is None else float(row["value"])
     return None
-
-
-def _layout(config: DrafterConfig) -> str:
-    if config.algorithm == "eagle3":
-        return "One token after the other, by one layer that reads its own output"
-    if config.block_layout == "mask-first":
-        return f"Layout: {config.input_slots} slots, the anchor's predicts nothing"
-    return "Layout: anchor first"
-
-
-def _commands(config: DrafterConfig, *, speculators: bool, temperatures: bool) -> list[str]:
-    """How each engine is started with this folder."""
-    tokens = config.block_size
-
-    def vllm(method: str, folder: str) -> str:
-        asked = {"method": method, "model": folder, "num_speculative_tokens": tokens}
-        return f"- vLLM: `--speculative-config '{json.dumps(asked, ensure_ascii=False)}'`"
-
-    lines = []
-    if config.markov_rank:
-        lines += [
-            vllm("dspark", "…"),
-            "- SGLang: `--speculative-algorithm DSPARK --speculative-draft-model-path …`"
-            + (" `--speculative-dspark-confidence-sts-path sglang_temperatures.json`" if temperatures else ""),
-        ]
-    elif config.block_layout == "mask-first":
-        lines.append(vllm("dflash", "…"))
-    elif speculators and config.algorithm == "eagle3":
-        lines.append(vllm("eagle3", "…/speculators"))
-    if config.markov_head_type == "vanilla":
-        lines += [
-            "- llama.cpp: convert with `convert_hf_to_gguf.py --target-model-dir TARGET`, serve with "
-            f"`--spec-type draft-dspark --spec-draft-n-max {tokens}`"
-        ]
-    return lines
 
 
 def _measured(report: Mapping[str, Any] | None) -> list[str]:

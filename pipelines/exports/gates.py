@@ -13,6 +13,7 @@ Legend: S sequence, G block slots, V vocabulary, m captured layers, d hidden siz
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,41 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.config import DrafterConfig
-from pipelines.exports.reader import OUTSIDE, open_folder
+from dspark.config import DrafterConfig, SettingError
+from dspark.families import FAMILIES
+from dspark.models.checkpoint import load_drafter
+from dspark.registry import algorithms
+from pipelines.exports.reader import ARCHITECTURES, OUTSIDE, Draft, open_folder
 
-EVERY_BLOCK_KEY = (
-    "architectures",
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "attention_bias",
-    "num_target_layers",
-    "num_hidden_layers",
-    "block_size",
-    "mask_token_id",
-    "target_layer_ids",
-    "num_anchors",
-    "layer_types",
-    "tie_word_embeddings",
-    "rope_parameters",
+EVERY_KEY = (
+    *("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
+    *("rms_norm_eps", "max_position_embeddings", "attention_bias", "num_target_layers", "num_hidden_layers"),
+    *("target_layer_ids", "layer_types", "tie_word_embeddings", "rope_parameters"),
 )
-DSPARK_KEYS = (
-    "enable_confidence_head",
-    "confidence_head_with_markov",
-    "markov_rank",
-    "markov_head_type",
-    "block_layout",
-)
-FAMILY_KEYS = {
-    "Qwen3DSparkModel": ("head_dim", "num_key_value_heads", "hidden_act"),
-    "Gemma4DSparkModel": ("global_head_dim", "num_global_key_value_heads", "hidden_activation", "attention_k_eq_v"),
-}
-EAGLE_KEYS = ("ttt_length", "step_loss_decay", "draft_num_hidden_layers")
 PROBE_ROUNDS = 4
 
 
@@ -64,28 +41,24 @@ class GateFailed(ValueError):
 
 def keys_written(config: Mapping[str, Any]) -> list[str]:
     """Gate 1: the keys that were required and found."""
-    architecture = (config.get("architectures") or ["none"])[0]
-    if architecture in FAMILY_KEYS:
-        required = [*EVERY_BLOCK_KEY, *DSPARK_KEYS, *FAMILY_KEYS[architecture]]
-    elif "Eagle3" in architecture:
-        left_out = ("block_size", "mask_token_id", "num_anchors", "layer_types")
-        required = [key for key in EVERY_BLOCK_KEY if key not in left_out] + list(EAGLE_KEYS)
-        required += FAMILY_KEYS["Qwen3DSparkModel"]
-    else:
-        required = [*EVERY_BLOCK_KEY, "block_layout", "dflash_config", *FAMILY_KEYS["Qwen3DSparkModel"]]
-    missing = [key for key in required if key not in config]
-    # A softcap or a confidence head's input may be absent by meaning, never a layout key.
-    empty = [key for key in required if key in config and config[key] is None and key != "markov_head_type"]
-    if missing or empty:
+    try:
+        read = DrafterConfig.from_checkpoint(config)
+    except SettingError as error:
+        raise GateFailed(str(error)) from error
+    family = FAMILIES[read.family]
+    own = (family.head_dim, family.key_heads, family.activation, *(("attention_k_eq_v",) * family.keys_as_values))
+    required = [*dict.fromkeys((*EVERY_KEY, *own, *algorithms[read.algorithm].layout(read)))]
+    if missing := [key for key in required if config.get(key) is None]:
         raise GateFailed(
-            f"config.json lacks {', '.join(missing + empty)}; every layout key must be written out, a reader's default "
-            "may differ (architecture " + architecture + ")"
+            f"config.json lacks {', '.join(missing)}; every layout key must be written out, a reader's default "
+            f"may differ (architecture {config['architectures'][0]})"
         )
     if config["tie_word_embeddings"] is not False:
         raise GateFailed("config.json must say tie_word_embeddings: false, the drafter's head is stored by itself")
-    layout = "anchor-first" if architecture in FAMILY_KEYS else "mask-first"
-    if config.get("block_layout", layout) != layout:
-        raise GateFailed(f"block_layout is {config['block_layout']!r}, but {architecture} is {layout}")
+    if config.get("block_layout", read.block_layout) != read.block_layout:
+        raise GateFailed(
+            f"block_layout is {config['block_layout']!r}, but {config['architectures'][0]} is {read.block_layout}"
+        )
     return required
 
 
@@ -142,7 +115,7 @@ def drafts_alike(
     `token_ids` [S] and `features` [S, m*d] are real ones of the target. Logits and confidences may differ by
     `tolerance` of the largest logit (or 1); a drafted token may differ only where two logits are that close.
     """
-    reader = open_folder(folder, drafter.embed_tokens.weight, drafter.lm_head.weight)
+    reader = _reader_of(folder, drafter)
     # Both in float32, whatever was stored: rounding on the way is no difference in meaning.
     ours = drafter if drafter.dtype == torch.float32 else copy.deepcopy(drafter).float()
     device = next(ours.parameters()).device
@@ -182,12 +155,34 @@ def drafts_alike(
                 raise GateFailed(f"at position {anchor} the confidences are {distance:.3g} apart, allowed {bound:.3g}")
     return {
         "rounds": len(anchors),
-        "reader": "pipelines.exports.reader",
+        "reader": type(reader).__name__,
         "context": anchors,
         "tokens_equal": tokens,
         "largest_logit_difference": worst,
         "largest_confidence_difference": worst_confidence,
     }
+
+
+def _reader_of(folder: Path, drafter: Any) -> Any:
+    """The second reader of the folder; for an architecture that it does not know, the loader that users have."""
+    architectures = json.loads((folder / "config.json").read_text()).get("architectures", [])
+    if set(architectures) & set(drafter.architectures) - set(ARCHITECTURES):
+        return _Reopened(folder)
+    return open_folder(folder, drafter.embed_tokens.weight, drafter.lm_head.weight)
+
+
+class _Reopened:
+    """A published folder as `load_drafter` opens it, the whole context taken in anew each round."""
+
+    def __init__(self, folder: Path) -> None:
+        self.drafter = load_drafter(folder, dtype="float32")
+
+    def draft(self, token_ids: Sequence[int], features: Tensor) -> Draft:
+        anchor = len(features)
+        cache = self.drafter.new_cache(1, anchor + self.drafter.block_size + 1)
+        self.drafter.extend_context(cache, features[None], [anchor], next_ids=torch.tensor([list(token_ids[1:])]))
+        logits, tokens, confidence = _greedy_block(self.drafter, token_ids[-1], anchor, cache)
+        return Draft(tokens, logits, confidence)
 
 
 def _greedy_block(drafter: Any, anchor_id: int, anchor: int, cache: Any) -> tuple[Tensor, list[int], Tensor | None]:
@@ -218,23 +213,3 @@ def _agreeing(ours: Sequence[int], theirs: Sequence[int], logits: Tensor, bound:
                 )
             return slot + 1
     return len(ours)
-
-
-def engine_notes(config: DrafterConfig, *, speculators: bool) -> list[str]:
-    """Gate 5: what the model card must say about who can serve this; `speculators`: that layout is there too."""
-    c = config
-    elsewhere = (
-        "the folder `speculators` beside it" if speculators else "publish.speculators=true for a layout it loads"
-    )
-    if c.algorithm == "eagle3":
-        return [f"vLLM: {elsewhere}. This folder is the reference's EAGLE-3 layout, for evaluation."]
-    if c.block_layout == "mask-first":
-        return ["vLLM loads this layout (DFlash: slot j predicts the token at anchor + j, slot 0 nothing)."]
-    if c.markov_rank == 0:
-        return ["Evaluation only: without a sequential head engines don't load this layout."]
-    if c.markov_head_type in ("gated", "rnn"):
-        return [f"SGLang only: other engines have no {c.markov_head_type} sequential head."]
-    notes = ["vLLM, SGLang and llama.cpp load this layout (vanilla sequential head)."]
-    if c.enable_confidence_head and not c.confidence_head_with_markov:
-        notes.append("llama.cpp refuses a confidence head without the Markov embedding.")
-    return notes

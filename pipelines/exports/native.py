@@ -58,7 +58,7 @@ def publish_native(publication: Publication, folder: str | os.PathLike[str]) -> 
     Raises gates.GateFailed, PublishError or CheckpointError; the old folder then stays as it was.
     """
     final = Path(folder)
-    notes = gates.engine_notes(publication.drafter.config, speculators=publication.speculators)
+    notes = publication.drafter.engine_notes(publication.drafter.config, speculators=publication.speculators)
     with new_folder(final, engines=notes) as staging:
         _write(publication, staging)
     return read_manifest(final) or {}
@@ -90,7 +90,7 @@ def _write(publication: Publication, staging: Path) -> None:
         "2 ids are real": gates.ids_are_real(config, embedding, engines=p.engines),
         "3 shared weights equal": gates.shared_weights_equal(staging, embedding, head),
         "4 drafts alike": gates.drafts_alike(staging, drafter, p.probe_ids, features),
-        "5 engines": gates.engine_notes(drafter.config, speculators=p.speculators),
+        "5 engines": drafter.engine_notes(drafter.config, speculators=p.speculators),
     }
     if p.speculators:
         other = staging / SPECULATORS

@@ -21,6 +21,7 @@ from torch import Tensor
 from dspark.config import DrafterConfig
 from dspark.models.checkpoint import SHARED_TENSORS
 from dspark.models.draft_vocabulary import engine_mapping
+from dspark.registry import algorithms
 
 VERSION = "0.9.0"
 
@@ -35,6 +36,8 @@ def require_form(config: DrafterConfig) -> None:
         raise LayoutError(
             f"the speculators layout knows Qwen3-style draft layers, not {config.family}: set publish.speculators=false"
         )
+    if algorithms[config.algorithm].speculators_layout(config, []) is None:
+        raise LayoutError(f"{config.algorithm} has no form in the speculators layout: set publish.speculators=false")
     if min(config.target_layer_ids) < 0:
         raise LayoutError(
             f"target_layer_ids has {min(config.target_layer_ids)}, the embedding's output, which the speculators "
@@ -66,14 +69,13 @@ def speculators_config(config: DrafterConfig, *, target_name: str, architectures
     }
     if config.final_logit_softcapping is not None:
         layer["final_logit_softcapping"] = config.final_logit_softcapping
-    layers = [layer_id + 1 for layer_id in config.target_layer_ids]
-    # Blocks that draft from the anchor are DSpark's, with or without its heads: engines know no such DFlash.
-    kind = "dspark" if config.algorithm == "dflash" and config.block_layout == "anchor-first" else config.algorithm
-    values: dict[str, Any] = {
-        "speculators_model_type": kind,
+    layer_ids = [layer_id + 1 for layer_id in config.target_layer_ids]
+    own = algorithms[config.algorithm].speculators_layout(config, layer_ids)
+    assert own is not None
+    return {
         "speculators_version": VERSION,
         "speculators_config": {
-            "algorithm": kind,
+            "algorithm": own["speculators_model_type"],
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.block_size}],
             "verifier": {"name_or_path": target_name, "architectures": list(architectures)},
@@ -82,34 +84,8 @@ def speculators_config(config: DrafterConfig, *, target_name: str, architectures
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "target_hidden_size": config.hidden_size,
         "tie_word_embeddings": False,
+        **own,
     }
-    if config.algorithm == "eagle3":
-        return values | {
-            "architectures": ["Eagle3Speculator"],
-            "eagle_aux_hidden_state_layer_ids": layers,
-            "norm_before_residual": False,
-            "norm_before_fc": False,
-            "fc_norm": False,
-            "norm_output": False,
-            "embed_requires_grad": False,
-        }
-    values |= {
-        "architectures": ["DFlashSpeculator"],
-        "aux_hidden_state_layer_ids": layers,
-        "mask_token_id": config.mask_token_id,
-        "block_size": config.input_slots,
-        "sample_from_anchor": config.block_layout == "anchor-first",
-        "sliding_window_non_causal": True,
-    }
-    if kind == "dspark":
-        values |= {
-            "architectures": ["DSparkSpeculator"],
-            "markov_rank": config.markov_rank,
-            "markov_head_type": config.markov_head_type or "vanilla",
-            "enable_confidence_head": config.enable_confidence_head,
-            "confidence_head_with_markov": config.confidence_head_with_markov,
-        }
-    return values
 
 
 def speculators_tensors(drafter: Any) -> dict[str, Tensor]:

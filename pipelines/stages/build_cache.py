@@ -27,11 +27,13 @@ from pipelines.stages.regenerate import read_conversations
 from pipelines.stages.workers import on_pool, session
 from pipelines.target_facts import TargetFacts, examine_target
 from storage.cache.target_cache import CachePlan, CodecSpec, TargetCache, create_or_resume, finish
+from storage.codecs.registry import codec_class
 from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
     from pipelines.progress import Reporter
     from pipelines.run import Run
+    from storage.codecs.base import Codec
 
 # Tokens whose states codecs are fitted on: statistics over all captured channels want several for each of them.
 MIN_FIT_TOKENS, FIT_TOKENS_A_CHANNEL = 8192, 4
@@ -52,11 +54,16 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
         "teacher_options": cache.teacher_options,
         "max_length": cache.max_length,
         "tokens_per_shard": cache.tokens_per_shard,
-        **plugin_identity(settings.plugins),
+        **plugin_identity(settings.plugins, _named_codecs(settings)),
     }
     if cache.hidden_states_codec == "projected":
         fields["components"] = cache.components
     return fields
+
+
+def _named_codecs(settings: Settings) -> list[type[Codec]]:
+    names = (settings.cache.codec_of(part)[0] for part in ("features", "teacher"))
+    return [codec_class(name) for name in names if name != "auto"]
 
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:

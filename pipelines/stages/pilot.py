@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any
 from dspark.registry import algorithms
 from pipelines.errors import UserError
 from pipelines.plan import spread
-from pipelines.plugins import plugin_identity
 from pipelines.settings import Settings, settings_from_dict
 from pipelines.stages.build_cache import build, count_directions, plan_cache
 from pipelines.stages.capture import DIRECTIONS, CaptureWorker, Conversation
-from pipelines.stages.train import HOW_AND_NOT_WHAT, count_steps, require_shared_folder, train_on, weights_identity
+from pipelines.stages.train import count_steps, drafter_fields, require_shared_folder, train_on
 from pipelines.stages.workers import on_pool, session
 from pipelines.target_facts import examine_target
 from storage.cache.target_cache import CodecSpec, TargetCache, is_finished
@@ -82,15 +81,7 @@ def algorithms_of(settings: Settings) -> tuple[str, ...]:
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
     """The sample, everything that decides a pilot's steps, and what is chosen by which bound."""
     facts, cache = examine_target(settings), settings.cache
-    pilots = {}
-    for algorithm in algorithms_of(settings):
-        of = pilot_settings(settings, algorithm)
-        pilots[algorithm] = {
-            "contract": facts.contract(of, with_block=True),
-            "drafter": of.drafter.model_dump(mode="json"),
-            "initial_weights": weights_identity(of.drafter.initial_weights),
-            "train": of.train.model_dump(mode="json", exclude=set(HOW_AND_NOT_WHAT)),
-        }
+    pilots = {name: drafter_fields(pilot_settings(settings, name)) for name in algorithms_of(settings)}
     fields: dict[str, Any] = {
         "contract": facts.contract(settings, with_block=False),
         "dtype": settings.target.dtype,
@@ -100,7 +91,6 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
         "pilots": pilots,
         "prior": settings.pilot.prior,
         "seed": settings.run.seed,
-        **plugin_identity(settings.plugins),
     }
     if automatic := cache.automatic_codecs:
         fields["automatic"] = {"codecs": automatic, "bound": cache.acceptance_bound, "temperature": cache.temperature}

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.registry import algorithms, sequential_heads
 from pipelines.errors import UserError, for_the_user
 from pipelines.plugins import plugin_identity
 from pipelines.settings import Settings
@@ -54,15 +55,19 @@ HOW_AND_NOT_WHAT = (
 
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
     """The drafter and everything that decides a step; not how the work is split."""
-    facts = examine_target(settings)
-    train = settings.train.model_dump(mode="json", exclude=set(HOW_AND_NOT_WHAT))
+    return {**drafter_fields(settings), "seed": settings.run.seed}
+
+
+def drafter_fields(settings: Settings) -> dict[str, Any]:
+    """What decides a drafter beside its cache and seed, for an identity."""
+    drafter = settings.drafter
+    heads = [sequential_heads[drafter.markov_head_type]] if drafter.parts["markov_rank"] else []
     return {
-        "contract": facts.contract(settings, with_block=True),
-        "drafter": settings.drafter.model_dump(mode="json"),
-        "initial_weights": weights_identity(settings.drafter.initial_weights),
-        "train": train,
-        "seed": settings.run.seed,
-        **plugin_identity(settings.plugins),
+        "contract": examine_target(settings).contract(settings, with_block=True),
+        "drafter": drafter.model_dump(mode="json"),
+        "initial_weights": weights_identity(drafter.initial_weights),
+        "train": settings.train.model_dump(mode="json", exclude=set(HOW_AND_NOT_WHAT)),
+        **plugin_identity(settings.plugins, [algorithms[drafter.algorithm], *heads]),
     }
 
 

@@ -21,9 +21,7 @@ def test_a_plugin_runs_once_and_again_in_a_process_without_its_file(tmp_path: Pa
     load_settings(TINY, [f"plugins=[{plugin}]"])
     assert sys.counted_loads == 1  # type: ignore[attr-defined]
     del sys.counted_loads  # type: ignore[attr-defined]
-    identity = plugin_identity(settings.plugins)
-    assert list(identity["plugins"]) == [str(plugin)]
-    assert plugin_identity(()) == {}
+    assert plugin_identity(settings.plugins, [Path, pytest.Item]) == {}  # nothing in use comes from it
 
     (tmp_path / "settings.pickle").write_bytes(pickle.dumps(settings))
     plugin.unlink()
