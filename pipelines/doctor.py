@@ -7,6 +7,8 @@ import shutil
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
+from packaging.requirements import Requirement
+
 from pipelines import provenance
 from pipelines.progress import byte_size
 
@@ -15,7 +17,7 @@ QUICKSTART_DISK = 5e9
 
 
 def examine() -> dict[str, Any]:
-    """Hardware, packages against their pins, tools and services, and `problems`: one sentence each, with its cure."""
+    """Hardware, packages against what this project asks for, tools and services, and `problems`: one sentence each, with its cure."""
     hardware = provenance.hardware()
     packages = provenance.package_versions()
     tools = {name: shutil.which(name) for name in ("git", "cmake", "ninja", "nvidia-smi")}
@@ -40,26 +42,18 @@ def _problems(hardware: dict[str, Any]) -> list[str]:
         problems.append(f"{byte_size(hardware['memory_bytes'])} of memory; the quickstart is made for 8 GB")
     if hardware["free_disk_bytes"] < QUICKSTART_DISK:
         problems.append(f"{byte_size(hardware['free_disk_bytes'])} free on this disk; the quickstart may need 5 GB")
-    for name, pin in pins().items():
-        try:
-            found = version(name)
-        except PackageNotFoundError:
-            problems.append(f"{name} is not installed; run `make environment`")
+    for needed in map(Requirement, requires("dspark") or []):
+        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
             continue
-        if found.partition("+")[0] != pin:
-            problems.append(f"{name} is {found}, the pinned version is {pin}; run `make environment`")
+        cure = f"run `pip install '{needed.name}{needed.specifier}'`, or in a checkout `make environment`"
+        try:
+            found = version(needed.name)
+        except PackageNotFoundError:
+            problems.append(f"{needed.name} is not installed; {cure}")
+            continue
+        if not needed.specifier.contains(found, prereleases=True):
+            problems.append(f"{needed.name} is {found}, and {needed.specifier} is needed; {cure}")
     return problems
-
-
-def pins() -> dict[str, str]:
-    """Exact versions that the installed distribution asks for."""
-    found = {}
-    for requirement in requires("dspark") or []:
-        text = requirement.partition(";")[0].strip()
-        if "==" in text and "extra ==" not in requirement:
-            name, _, pin = text.partition("==")
-            found[name.partition("[")[0].strip()] = pin.strip()
-    return found
 
 
 def findings_text(findings: dict[str, Any]) -> str:

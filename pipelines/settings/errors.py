@@ -9,7 +9,6 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 from pipelines.errors import UserError
 from pipelines.settings.yaml import COMMAND_LINE, Document, dotted_name
@@ -80,7 +79,7 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     return keys
 
 
-def _line(fault: ErrorDetails, document: Document, model: type[BaseModel]) -> str:
+def _line(fault: Mapping[str, Any], document: Document, model: type[BaseModel]) -> str:
     path = tuple(fault["loc"])
     place, name = document.place_of(path), dotted_name(path)
     match fault["type"]:
@@ -125,7 +124,7 @@ def _place_of_cause(path: tuple[int | str, ...], text: str, document: Document) 
     return document.place_of(path)
 
 
-def _example(fault: ErrorDetails, model: type[BaseModel]) -> str:
+def _example(fault: Mapping[str, Any], model: type[BaseModel]) -> str:
     """A list with what was found as its one item."""
     path, item = tuple(fault["loc"]), fault["input"]
     section = _annotation((*path, 0), model)
