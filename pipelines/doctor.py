@@ -17,7 +17,7 @@ QUICKSTART_DISK = 5e9
 
 
 def examine() -> dict[str, Any]:
-    """Hardware, packages against what this project asks for, tools and services, and `problems`: one sentence each, with its cure."""
+    """Hardware, packages, tools and services, and `problems`: a sentence each, with its cure."""
     hardware = provenance.hardware()
     packages = provenance.package_versions()
     tools = {name: shutil.which(name) for name in ("git", "cmake", "ninja", "nvidia-smi")}

@@ -13,6 +13,13 @@ from pydantic import BaseModel, ValidationError
 from pipelines.errors import UserError
 from pipelines.settings.yaml import COMMAND_LINE, Document, dotted_name
 
+CONSTANT = (
+    "calibrate.bins",
+    "calibrate.grid_low",
+    "calibrate.grid_high",
+    "calibrate.grid_points",
+    "evaluate.cost.row_tokens",
+)
 # Keys of earlier versions. A settings file with one is refused, as is the run of an earlier version.
 RENAMED = {
     "target.attention": "target.attn_implementation",
@@ -73,7 +80,7 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     keys = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
-        inner = _model_in(field.annotation)
+        inner = model_in(field.annotation)
         if inner is not None and get_origin(field.annotation) is not tuple:
             keys += known_keys(inner, f"{prefix}{name}.")
     return keys
@@ -83,6 +90,8 @@ def _line(fault: Mapping[str, Any], document: Document, model: type[BaseModel]) 
     path = tuple(fault["loc"])
     place, name = document.place_of(path), dotted_name(path)
     match fault["type"]:
+        case "extra_forbidden" if name in CONSTANT:
+            return f"{place}: `{name}` is no setting any more; leave it out"
         case "extra_forbidden" if name in RENAMED:
             return f"{place}: `{name}` was renamed to {RENAMED[name]}"
         case "extra_forbidden":
@@ -168,7 +177,7 @@ def _annotation(path: tuple[int | str, ...], model: type[BaseModel]) -> Any:
     """The type declared at a key path; None where there is no such key."""
     here: Any = model
     for part in path:
-        inner = _model_in(here)
+        inner = model_in(here)
         if isinstance(part, int):
             arguments = [argument for argument in get_args(here) if argument is not Ellipsis]
             here = arguments[0] if arguments else None
@@ -176,15 +185,15 @@ def _annotation(path: tuple[int | str, ...], model: type[BaseModel]) -> Any:
             here = inner.model_fields[part].annotation
         else:
             return None
-    return _model_in(here) or here
+    return model_in(here) or here
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def model_in(annotation: Any) -> type[BaseModel] | None:
     """The section model that a type is or holds."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for argument in get_args(annotation):
-        found = _model_in(argument)
+        found = model_in(argument)
         if found is not None:
             return found
     return None

@@ -314,19 +314,6 @@ class CalibrateSettings(Section):
     max_new_tokens: Positive = 2048
     batch_size: Positive = 16
     num_workers: Positive = 1
-    bins: Positive = 20
-    grid_low: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 0.1
-    grid_high: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 10.0
-    grid_points: Annotated[int, Field(ge=2)] = 161
-
-    @model_validator(mode="after")
-    def _grid_rises(self) -> CalibrateSettings:
-        if self.grid_low >= self.grid_high:
-            raise ValueError(
-                f"grid_low {self.grid_low:g} is not below grid_high {self.grid_high:g}: set calibrate.grid_low lower "
-                "or calibrate.grid_high higher"
-            )
-        return self
 
 
 class StepCostSettings(Section):
@@ -337,7 +324,6 @@ class StepCostSettings(Section):
 
     table: str | None = None  # a step-cost JSON measured elsewhere; null: measured here
     tokens: Annotated[tuple[Positive, ...], Field(min_length=1), Distinct] = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
-    row_tokens: Positive = 4  # of them in a row: the anchor and its drafts
     context: Positive = 256  # tokens that each row holds already
     repeats: Positive = 3  # the best of so many
 
@@ -397,9 +383,8 @@ class PublishSettings(Section):
 
     name: str | None = None  # null: made from the target's and the algorithm's names
     dtype: Literal["float32", "bfloat16"] | None = None  # of the weights; null: the target's
-    engines: Annotated[
-        tuple[str, ...], Distinct
-    ] = ()  # that take the embedding's output (-1) as a captured layer, where one is captured
+    # That take the embedding's output (-1) among the target's hidden states, where it is one of them.
+    engines: Annotated[tuple[str, ...], Distinct] = ()
     speculators: bool = False  # the same drafter in the layout of `speculators`, in published/speculators
     repository: str | None = None  # a Hugging Face repository to upload to; null: no upload
     private: bool = True

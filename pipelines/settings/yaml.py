@@ -6,9 +6,11 @@ number. A key written twice is an error.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +63,13 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """The file with everything it extends merged below it. Raises UserError."""
-    return _read(path, ())
+    """The file with everything it extends merged below it. Raises UserError.
+
+    Where there is none, `configs/NAME` is the one of that name that comes with the package.
+    """
+    shipped = Path(str(files("pipelines") / "configs" / path.name))
+    come_with = path.parent.name == "configs" and not os.path.exists(path) and os.path.exists(shipped)
+    return _read(shipped if come_with else path, ())
 
 
 def _read(path: Path, extended_by: tuple[Path, ...]) -> Document:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from pipelines.run import Run
 
 TEMPERATURES = "temperatures.json"
+GRID = (0.1, 10.0, 161)  # temperatures that are tried: lowest, highest, how many
+BINS = 20  # of the expected calibration error
 NOTHING = "nothing-to-calibrate.json"
 
 
@@ -67,11 +69,11 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
             )
     decode_all(plan, units, wanted.num_workers, reporter)
     rounds = columns(read_events(folder.full("events-all.parquet")), slots=settings.drafter.block_size)
-    grid = np.geomspace(wanted.grid_low, wanted.grid_high, wanted.grid_points)
+    grid = np.geomspace(*GRID)
     tables = []
     for temperature in sorted(set(wanted.temperatures)):
         own = {name: values[rounds["temperature"] == temperature] for name, values in rounds.items()}
-        tables.append(fit_table(own, temperature, grid, wanted.bins))
+        tables.append(fit_table(own, temperature, grid, BINS))
     # What engines read: one table, that of the highest temperature, where confidences vary most.
     shown = tables[-1]
     record = {
@@ -80,7 +82,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
         "fitted_on": f"{len(prompts)} calibration prompts, {len(wanted.seeds)} times, at temperature "
         + " and ".join(f"{table['temperature']:g}" for table in tables),
         "rounds": sum(table["rounds"] for table in tables),
-        "bins": wanted.bins,
+        "bins": BINS,
         "ece_on_fitted_rounds": {
             "before": shown["ece_on_fitted_rounds"]["none"],
             "after": shown["ece_on_fitted_rounds"]["temperature"],

@@ -110,7 +110,6 @@ class CostWorker:
             self.target,
             proposer_for(self.drafter, self.target),
             wanted.tokens,
-            row_tokens=wanted.row_tokens,
             context=wanted.context,
             repeats=wanted.repeats,
             sampling=SamplingConfig(temperature=temperature),

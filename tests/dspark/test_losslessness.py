@@ -14,7 +14,7 @@ import dspark.decoding.sampling
 from dspark.decoding.sampling import SamplingConfig, draw, probabilities, residual, sample, uniforms, verify
 from dspark.decoding.scheduling import FullBlock, algorithm_1, global_search
 
-# A short form of tests/dspark/lossless_evidence.py, which has 200,000 sequences a case.
+# A short form of benchmarks/evidence/losslessness.py, which has 200,000 sequences a case.
 SEQUENCES = 12_000
 
 

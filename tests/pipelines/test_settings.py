@@ -8,6 +8,7 @@ import pytest
 from pipelines.errors import UserError
 from pipelines.settings import Settings, load_settings, settings_from_dict
 from pipelines.settings.errors import RENAMED, known_keys
+from pipelines.settings.reference import reference
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BASES = {"base.yaml", "paper.yaml"}
@@ -138,8 +139,6 @@ def test_the_place_is_in_the_base_that_wrote_the_key(tmp_path: Path) -> None:
         ("evaluate.temperatures=0", "expected a list, for example temperatures: [0]"),
         ("data.train=prompts.jsonl", 'expected a list, for example train: [{source: "prompts.jsonl"}]'),
         ("train.deepspeed=!!python/object/apply:os.system [ls]", "!!python/object/apply:os.system is not allowed"),
-        ("calibrate.grid_low=50", "grid_low 50 is not below grid_high 10"),
-        ("calibrate.grid_high=.inf", "calibrate.grid_high"),
         ("evaluate.temperatures=[0,1,1.0]", "evaluate.temperatures: 1 stands there more than once"),
         ("evaluate.temperatures=[0.1,0.1000000001,-0.0,0]", "evaluate.temperatures: 0.1, 0 stands there more than"),
         ("evaluate.temperatures=[]", "evaluate.temperatures"),
@@ -178,6 +177,22 @@ def test_a_key_of_earlier_versions_is_refused_with_its_new_name(old: str, tmp_pa
     assert f".yaml:3: `{old}` was renamed to {new}" in message(write(tmp_path, text))
     assert new in known_keys(Settings)
     assert old not in known_keys(Settings)
+
+
+def test_the_reference_is_that_of_the_schema() -> None:
+    page = (CONFIGS.parent / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert page == reference(), "make docs"
+    for key in known_keys(Settings):
+        assert f"`{key.rpartition('.')[2]}`" in page or f"## {key}\n" in page
+
+
+def test_a_shipped_file_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_settings("configs/tiny.yaml") == load_settings(CONFIGS / "tiny.yaml")
+    assert "there is no settings file tiny.yaml" in message(Path("tiny.yaml"))
+    (tmp_path / "configs").mkdir()
+    write(tmp_path / "configs", MINIMAL, "tiny.yaml")
+    assert load_settings("configs/tiny.yaml").run.directory == "out"
 
 
 def test_every_fault_is_named_at_once(tmp_path: Path) -> None:

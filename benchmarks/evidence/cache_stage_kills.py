@@ -1,6 +1,6 @@
 """Kill the cache stage's driver and its Ray workers at random moments; every finished cache equals an undisturbed one.
 
-    python tests/pipelines/cache_kill_sweep.py --kills 200 --seed 0 --output docs/evidence/cache-stage-kills.json
+    python benchmarks/evidence/cache_stage_kills.py --kills 200 --seed 0 --output docs/evidence/cache-stage-kills.json
 
 1. A toy target answers its prompts once; from these conversations one cache is built undisturbed.
 2. From the same conversations caches are built with `dspark cache` and two Ray workers. `kill -9` meets the driver, at

@@ -1,6 +1,6 @@
 """Kill one run at random moments, finish it, and compare it with an undisturbed run; the result is stored as JSON.
 
-    python tests/pipelines/kill_sweep.py --moments 10 --seed 0 --output docs/evidence/kill-sweep.json
+    python benchmarks/evidence/run_kills.py --moments 10 --seed 0 --output docs/evidence/kill-sweep.json
 
 1. Run a toy target's pipeline undisturbed: the reference, and how long each stage takes.
 2. Start another run and `kill -9` its main process at moments drawn uniformly over the reference's time; after every

@@ -1,6 +1,6 @@
 """Kill one training at random moments, in checkpoint writing among them, finish it, compare it with an undisturbed one.
 
-    python tests/pipelines/training/training_kill_sweep.py --kills 30 --output docs/evidence/training-kill-sweep.json
+    python benchmarks/evidence/training_kills.py --kills 30 --output docs/evidence/training-kill-sweep.json
 
 1. Train a toy undisturbed, with a checkpoint after every second step.
 2. Start another training of the same, and `kill -9` it at moments drawn uniformly over its steps, or while it starts;
@@ -25,8 +25,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # where pytest finds `toy_target`
 
 import torch
 from toy_training import Toy, start, train

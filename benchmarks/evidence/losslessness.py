@@ -1,6 +1,6 @@
 """Losslessness by statistics, in full; the result is stored as JSON and the everyday test is a short form of it.
 
-    python tests/dspark/lossless_evidence.py --sequences 200000 --output docs/evidence/losslessness.json
+    python benchmarks/evidence/losslessness.py --sequences 200000 --output docs/evidence/losslessness.json
 
 1. Every length policy and plain decoding, at temperatures 0.7 and 1.0: sampled sequences of three tokens against exact
    enumeration, by Pearson's chi-squared test at 0.001.
@@ -73,7 +73,7 @@ def main() -> int:
         "sequences": options.sequences,
         "tokens_a_sequence": LENGTH,
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"python tests/dspark/lossless_evidence.py --sequences {options.sequences}",
+        "command": f"python benchmarks/evidence/losslessness.py --sequences {options.sequences}",
         **code_revision(),
         "rows": rows,
         "not_as_expected": wrong,

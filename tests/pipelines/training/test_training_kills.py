@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from training_kill_sweep import sweep
+from training_kills import sweep
 
 
 @pytest.mark.slow

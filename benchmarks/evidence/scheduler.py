@@ -1,6 +1,6 @@
 """Schedulers against brute force over all length vectors, and how long they take; stored as JSON.
 
-    python tests/dspark/scheduler_evidence.py --output docs/evidence/scheduler.json
+    python benchmarks/evidence/scheduler.py --output docs/evidence/scheduler.json
 
 2,000 random cases of 3 requests and 4 slots, every second one on a jagged step-cost curve; times for 256 requests x 7
 slots are the best and the median of 300 calls on one core.
@@ -51,7 +51,7 @@ def main() -> None:
     found = compared_with_brute_force()
     unimodal, jagged = found["unimodal"], found["jagged"]
     result = {
-        "command": "python tests/dspark/scheduler_evidence.py",
+        "command": "python benchmarks/evidence/scheduler.py",
         "cases": len(unimodal),
         "algorithm 1, unimodal": shortfall(found["algorithm 1"][unimodal]),
         "algorithm 1, elsewhere": shortfall(found["algorithm 1"][~unimodal]),
