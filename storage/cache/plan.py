@@ -213,7 +213,7 @@ class SampleIndex:
                 spans = table["spans"].combine_chunks()
                 edges, edge_starts = spans.values.to_numpy(), spans.offsets.to_numpy()
                 _check_edges(edges, edge_starts, lengths)
-        except (ValueError, TypeError, KeyError, pa.ArrowException) as error:
+        except (ValueError, TypeError, KeyError, OSError, pa.ArrowException) as error:
             raise CacheCorrupt(f"{name}: not the list of samples ({error}); {WHOLE}") from error
         return cls(
             sample_ids=ids,

@@ -41,7 +41,7 @@ class Problem:
 
     def __str__(self) -> str:
         place = f", row {self.row} ({self.sample_id!r})" if self.row is not None else ""
-        return f"{self.file}{place}: {self.what}"
+        return f"{self.file}{place}: {self.what.removeprefix(f'{self.file}: ')}"
 
 
 def verify(root: str | PathLike[str], *, workers: int = 1) -> list[Problem]:
