@@ -53,6 +53,8 @@ def test_the_papers_table(name: str, model: str, layers: tuple[int, ...], mask: 
     drafter, train, loss = settings.drafter, settings.train, settings.train.loss
     assert (settings.target.model, drafter.target_layer_ids, drafter.mask_token_id) == (model, layers, mask)
     assert (drafter.block_size, drafter.num_draft_layers, drafter.markov_rank) == (7, 5, 256)
+    assert {getattr(settings, s).num_workers for s in ("regenerate", "cache", "train", "evaluate")} == {8}
+    assert settings.cluster.threads_per_worker == 8  # encode the cache's rows
     assert (train.num_anchors, train.learning_rate, train.global_batch_size, train.num_train_epochs) == (
         512,
         6e-4,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cache_builders import HIDDEN, SAMPLES, build, folder_bytes, make_plan, make_row
 
+from storage.cache.deepspec_import import import_deepspec
 from storage.cache.records import CacheCorrupt
 from storage.cache.rewrite import merge, recode
 from storage.cache.target_cache import TargetCache
@@ -190,3 +191,23 @@ def test_what_cannot_be_merged_says_why(exact: Path, tmp_path: Path) -> None:
     build(tmp_path / "other", replace(make_plan(), contract=contract))
     with pytest.raises(ValueError, match=r"differ in\n  contract\.target_layer_ids: \[0, 1, 2\] and \[0, 1, 5\]"):
         merge([exact, tmp_path / "other"], tmp_path / "whole")
+
+
+def test_a_cache_is_not_made_inside_one_that_it_is_made_from(
+    exact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(exact)
+    monkeypatch.chdir(exact.parent)
+    before = sorted(exact.rglob("*"))
+    for source, new, message in (
+        (exact, f"{exact}/../{exact.name}/new", "lies inside"),
+        (exact.name, f"../{exact.parent.name}/{exact.name}/new", "lies inside"),
+        (tmp_path / "link", exact / "new", "lies inside"),
+        (exact, tmp_path / "link" / "new", "lies inside"),
+        (exact, f"{exact}/shards/..", "is the cache that is read"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            recode(source, new, features=CodecSpec(name="int8"))
+        with pytest.raises(ValueError, match=message):
+            import_deepspec(source, new)
+    assert sorted(exact.rglob("*")) == before
