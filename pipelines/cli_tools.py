@@ -88,16 +88,16 @@ def decode(
     as_json: JsonOption = False,
 ) -> None:
     """Answer one prompt by speculative decoding, and show what was drafted and what was accepted."""
+    from pipelines.decode import STYLES, Piece, decode_one, refuse_unread
     from pipelines.errors import UserError
     from pipelines.run import settings_of
 
+    refuse_unread(overrides or [])
     resolved = settings_of(config, overrides or [])
     if not prompt:
         raise UserError("there is no prompt; add --prompt 'your question'")
     from rich.console import Console
     from rich.text import Text
-
-    from pipelines.decode import STYLES, Piece, decode_one
 
     screen = Console(highlight=False)
     watched = screen.is_terminal and not as_json

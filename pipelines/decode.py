@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.data.chat import render_prompt, thinks
+from pipelines.drafter_folder import published_config, remade
 from pipelines.errors import UserError
 from pipelines.evaluation.samples import Decode, piece
 from pipelines.run import Run
@@ -15,6 +16,8 @@ from pipelines.settings import Settings
 
 if TYPE_CHECKING:
     from dspark.decoding.rounds import RoundEvent
+
+READ = ("run", "target", "cluster", "plugins")  # sections of the settings
 
 # How a terminal shows a piece: rich styles.
 STYLES = {"accepted": "green", "rejected": "red strike dim", "target": "bold yellow"}
@@ -61,6 +64,16 @@ class Answer:
         return f"{shown}\n\n{self.figures()}; [drafted and accepted], bare: the target's own"
 
 
+def refuse_unread(overrides: Sequence[str]) -> None:
+    """Raises UserError for a `key=value` word of a section that one answer does not depend on."""
+    for key in (word.split("=")[0] for word in overrides):
+        if (section := key.split(".")[0]) in Settings.model_fields and section not in READ:
+            raise UserError(
+                f"{key} does not apply to `dspark decode`, which reads the sections {', '.join(READ)}: how the drafter "
+                "drafts stands in its folder, and --drafter names another one"
+            )
+
+
 def decode_one(
     settings: Settings,
     prompt: str,
@@ -75,6 +88,7 @@ def decode_one(
     `watch` gets every piece as soon as its round is over.
     """
     from dspark.decoding.decoder import Decoder, Request, SamplingConfig
+    from dspark.manifest import CheckpointError, require_intact
     from dspark.models.checkpoint import load_drafter
     from pipelines.stages.workers import open_target
     from pipelines.target_facts import examine_target
@@ -82,7 +96,13 @@ def decode_one(
     folder = Path(drafter).expanduser() if drafter else Run(settings).directory.path("published")
     if not (folder / "config.json").is_file():
         raise UserError(f"there is no drafter in {folder}; finish the run (`dspark run`), or name one with --drafter")
-    facts = examine_target(settings)
+    if not drafter:
+        try:
+            require_intact(folder, cure=remade(folder))
+        except CheckpointError as error:
+            raise UserError(str(error)) from error
+    config = published_config(folder, settings, "--drafter" if drafter else str(folder))
+    facts = replace(examine_target(settings), target_layer_ids=config.target_layer_ids)
     target = open_target(settings, facts)
     model = load_drafter(folder, device=target.device, dtype=target.dtype, target=target)
     request = Request(

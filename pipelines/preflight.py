@@ -26,6 +26,7 @@ def check_start(run: Run, wanted: Sequence[str], *, redo: bool) -> None:
         if (check := getattr(run.stages[name].load(), "check", None)) is not None:
             check(run.settings)
     run.refuse_foreign_files(wanted)
+    run.refuse_damaged([*wanted, *(needed for name in wanted for needed in run.stages[name].inputs)])
     if not redo:
         run.refuse_other_identities(wanted)
     for name in wanted:

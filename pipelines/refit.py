@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dspark.config import DrafterConfig
+from pipelines.drafter_folder import published_config
 from pipelines.errors import UserError
 from pipelines.settings import Settings, load_settings
 from pipelines.settings.schema import DrafterSettings
@@ -26,25 +28,17 @@ def refit_settings(config: str, overrides: Sequence[str], published: str | None)
             "a refit starts from a published drafter: add --from FOLDER, or set drafter.initial_weights to it"
         )
     folder = Path(start).expanduser()
-    parts = published_parts(folder)
+    parts = published_parts(published_config(folder, asked, "--from" if published else "drafter.initial_weights"))
     words = [f"{name}={json.dumps(value)}" for name, value in parts.items()]
     words += [
         f"drafter.initial_weights={json.dumps(str(folder))}",
         f"evaluate.baselines={json.dumps({'baseline': str(folder)})}",
     ]
-    settings = load_settings(config, [*words, *overrides])
-    _require_same_target(settings, folder)
-    return settings
+    return load_settings(config, [*words, *overrides])
 
 
-def published_parts(folder: Path) -> dict[str, Any]:
-    """The settings, by dotted name, that a published folder's drafter was made with."""
-    from dspark.config import DrafterConfig
-
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UserError(f"{folder} is not a published drafter: there is no config.json in it")
-    found = DrafterConfig.from_checkpoint(json.loads(path.read_text()))
+def published_parts(found: DrafterConfig) -> dict[str, Any]:
+    """The settings, by dotted name, that a published drafter was made with."""
     parts = {name: getattr(found, name) for name in DrafterSettings.model_fields if hasattr(found, name)}
     if parts["markov_head_type"] is None:  # of a drafter without that head
         del parts["markov_head_type"]
@@ -52,20 +46,3 @@ def published_parts(folder: Path) -> dict[str, Any]:
     if found.position_decay is not None:
         values["train.loss.position_decay"] = found.position_decay
     return values
-
-
-def _require_same_target(settings: Settings, folder: Path) -> None:
-    """The stages compare the whole contract; this catches the common mistake before any work."""
-    from pipelines.target_facts import examine_target
-
-    path = folder / "contract.json"
-    if not path.is_file():
-        return
-    theirs = json.loads(path.read_text())
-    if theirs["target_name"] == settings.target.model:
-        return
-    if theirs.get("weights_sha256") != examine_target(settings).hashes["weights_sha256"]:
-        raise UserError(
-            f"the drafter in {folder} is for the target {theirs['target_name']!r}, and target.model "
-            f"{settings.target.model!r} has other weights; a drafter can only be refitted for its own target"
-        )

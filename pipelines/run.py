@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from dspark.manifest import MANIFEST, CheckpointError, require_intact
+from pipelines.drafter_folder import remade
 from pipelines.errors import UserError
 from pipelines.preflight import check_start, require_room, stages_left
 from pipelines.run_directory import RunDirectory
@@ -51,6 +53,7 @@ class Stage:
     output: str
     inputs: tuple[str, ...] = ()
     on_ray: bool = False
+    drafter: str | None = None  # the folder in the run, with a manifest, that holds the drafter which the stage makes
 
     def load(self) -> StageModule:
         return cast(StageModule, import_module(self.module))
@@ -62,7 +65,14 @@ STAGES = {
     for stage in (
         Stage(name="regenerate", module="pipelines.stages.regenerate", output="conversations", on_ray=True),
         Stage(name="cache", module="pipelines.stages.build_cache", output="cache", inputs=("regenerate",), on_ray=True),
-        Stage(name="train", module="pipelines.stages.train", output="checkpoints", inputs=("cache",), on_ray=True),
+        Stage(
+            name="train",
+            module="pipelines.stages.train",
+            output="checkpoints",
+            inputs=("cache",),
+            on_ray=True,
+            drafter="checkpoints/final",
+        ),
         Stage(
             name="calibrate",
             module="pipelines.stages.calibrate",
@@ -87,6 +97,7 @@ STAGES = {
             name="publish",
             module="pipelines.stages.publish",
             output="published",
+            drafter="published",
             inputs=("train", "calibrate", "evaluate", "report"),
         ),
     )
@@ -146,7 +157,11 @@ class Run:
     def record(self, stage: str) -> dict[str, Any] | None:
         """What is known of a stage's output; None where there is no output."""
         record = self.directory.read_json(_record_name(stage), needs=RECORD_KEYS)
-        return None if record is None or self.directory.is_empty(self.stages[stage].output) else record
+        if record is None or self.directory.is_empty(self.stages[stage].output):
+            return None
+        drafter = self.stages[stage].drafter
+        there = drafter is None or self.directory.exists(f"{drafter}/{MANIFEST}")
+        return {**record, "complete": record["complete"] and there}
 
     def is_complete(self, stage: str) -> bool:
         """Whether the output is there, whole, and made with these settings."""
@@ -198,6 +213,18 @@ class Run:
                     f"{self.location(stage)} holds files, but no {_record_name(stage)} says what they are; move them "
                     "away or set another run.directory"
                 )
+
+    def refuse_damaged(self, stages: Sequence[str]) -> None:
+        """Raises UserError for the first of these whose drafter is complete and has a file that was changed since."""
+        for stage in stages:
+            drafter, record = self.stages[stage].drafter, self.record(stage)
+            if drafter is None or record is None or not record["complete"]:
+                continue
+            folder = self.directory.path(drafter)
+            try:
+                require_intact(folder, cure=remade(folder))
+            except CheckpointError as error:
+                raise UserError(str(error)) from error
 
     def prepare(self, stage: str, *, redo: bool) -> bool:
         """Make the output's place ready; True if the stage still has work to do. Raises UserError on a mismatch."""

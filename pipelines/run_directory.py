@@ -55,8 +55,10 @@ class RunDirectory:
             return None
         try:
             value = json.loads(self.folder.read(name))
-        except ValueError as error:
-            raise UserError(f"{self.location(name)} is not valid JSON ({error}); remove it or restore it") from None
+        except (ValueError, RecursionError, OSError) as error:
+            raise UserError(
+                f"{self.location(name)} is not valid JSON ({error or type(error).__name__}); remove it or restore it"
+            ) from None
         if not isinstance(value, dict):
             raise UserError(f"{self.location(name)} does not hold a JSON object; remove it or restore it")
         if missing := [key for key in needs if key not in value]:

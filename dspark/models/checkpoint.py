@@ -73,7 +73,7 @@ def read_config(folder: str | Path, *, needs_manifest: bool = False, cure: str =
 
     Raises CheckpointError for a folder that was changed, is no drafter's, or declares what its weights don't hold.
     """
-    place = Path(folder)
+    place = Path(folder).expanduser()
     return _checked_config(place, _shapes(place, needs_manifest, cure), (), cure)
 
 
@@ -98,7 +98,7 @@ def load_drafter(
         CheckpointError: a file is missing or was changed, the architecture is unknown, a layout key is missing, or the
             tensors don't fit the configuration.
     """
-    folder = Path(path)
+    folder = Path(path).expanduser()
     shapes = _shapes(folder, needs_manifest, cure)
     config = _checked_config(folder, shapes, None if target is None else tuple(target.embed_tokens.weight.shape), cure)
     try:

@@ -12,6 +12,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipelines.errors import UserError
+from pipelines.records import Calibration, read_record
 from pipelines.settings import Settings
 from pipelines.stages.decode_events import DSPARK, DecodePlan, cut, decode_all, read_split
 from pipelines.target_facts import examine_target
@@ -94,6 +96,12 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
 
 
 def read_calibration(run: Run) -> dict[str, Any] | None:
-    """The record of a complete calibration; None when there was nothing to calibrate."""
+    """The record of a complete calibration; None when there was nothing to calibrate. Raises UserError for another."""
     folder = Folder(run.location("calibrate"))
-    return json.loads(folder.read(TEMPERATURES)) if folder.exists(TEMPERATURES) else None
+    if not folder.exists(TEMPERATURES):
+        return None
+    cure = f"remove {folder} and run the same command again, which calibrates anew"
+    record = read_record(folder, TEMPERATURES, Calibration, cure)
+    if record.slots() != {slots := run.settings.drafter.block_size}:
+        raise UserError(f"{folder.describe(TEMPERATURES)} is not for blocks of {slots} slots: {cure}")
+    return record.model_dump()

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.data.chat import render_prompt, thinks
 from pipelines.data.conversations import Message, Prompt, prompt_from_row, read_jsonl
+from pipelines.drafter_folder import remade, require_target
 from pipelines.errors import UserError
 from pipelines.evaluation.round_log import EventLog, Labels
+from pipelines.records import DecodedUnit, read_record
 from pipelines.settings import Settings
 from pipelines.stages.regenerate import make_request
 from pipelines.stages.workers import on_pool, open_target, session
@@ -131,7 +133,8 @@ def decode_all(plan: DecodePlan, units: Sequence[DecodeUnit], workers: int, repo
                 unit_name=str,
             )
     log.merge()
-    return [json.loads(log.folder.read(unit.file)) for unit in units]
+    cure = "remove it and run the same command again, which decodes these prompts anew"
+    return [read_record(log.folder, unit.file, DecodedUnit, cure).model_dump() for unit in units]
 
 
 def open_drafters(plan: DecodePlan, target: Target) -> dict[str, tuple[Target, Any]]:
@@ -146,7 +149,7 @@ def open_drafters(plan: DecodePlan, target: Target) -> dict[str, tuple[Target, A
     options: dict[str, Any] = {"device": target.device, "dtype": target.dtype, "target": target}
     found: dict[str, tuple[Target, Any]] = {PLAIN: (target, None)}
     if plan.drafter is not None:
-        drafter = load_drafter(plan.drafter, **options)
+        drafter = load_drafter(plan.drafter, needs_manifest=True, cure=remade(plan.drafter), **options)
         asked = plan.facts.contract(plan.settings, with_block=True)["block_size"]
         if drafter.block_size != asked:
             raise UserError(
@@ -165,22 +168,11 @@ def open_drafters(plan: DecodePlan, target: Target) -> dict[str, tuple[Target, A
                 else Target(target.model, target.tokenizer, target_layer_ids=layers, name=target.name)
             )
             proposer_for(drafter, seen)
-            _require_own_target(Path(folder), plan)
+            require_target(folder, drafter.config, plan.facts, plan.settings)
         except (ProposerError, ValueError, OSError) as error:
             raise UserError(f"evaluate.baselines.{name}: {folder} cannot draft for this target: {error}") from error
         found[name] = (seen, drafter)
     return found
-
-
-def _require_own_target(folder: Path, plan: DecodePlan) -> None:
-    """Raises ValueError when the folder's contract names other weights or another tokenizer than this run's target."""
-    path = folder / "contract.json"
-    if not path.is_file():
-        return
-    theirs, ours = json.loads(path.read_text()), plan.facts.contract(plan.settings, with_block=False)
-    for name in ("weights_sha256", "tokenizer_sha256"):
-        if theirs.get(name) != ours[name]:
-            raise ValueError(f"it was made for {theirs.get('target_name')!r}: {name} is {theirs.get(name)}")
 
 
 def prompt_request(

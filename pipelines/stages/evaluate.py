@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipelines.drafter_folder import published_config
 from pipelines.settings import Settings
 from pipelines.stages.calibrate import read_calibration
 from pipelines.stages.decode_events import (
@@ -51,6 +52,15 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
     if wanted.cost.table is not None:
         fields["cost_table"] = table_identity(wanted.cost.table)
     return fields
+
+
+def check(settings: Settings) -> None:
+    """Raises UserError for a baseline that cannot draft for this target, and a table that tells no costs."""
+    wanted = settings.evaluate
+    for name, folder in wanted.baselines.items():
+        published_config(folder, settings, f"evaluate.baselines.{name}")
+    if wanted.cost.table is not None:
+        table_identity(wanted.cost.table)
 
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:

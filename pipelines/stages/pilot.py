@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.registry import algorithms
+from pipelines.drafter_folder import remade
 from pipelines.errors import UserError
 from pipelines.plan import spread
 from pipelines.settings import Settings, settings_from_dict
@@ -204,7 +205,13 @@ class PilotWorker(CaptureWorker):
 
         folder = Folder(self.root)
         return {
-            algorithm: load_drafter(folder.full(f"{algorithm}/final"), device=self.target.device, dtype="float32")
+            algorithm: load_drafter(
+                final := folder.full(f"{algorithm}/final"),
+                device=self.target.device,
+                dtype="float32",
+                needs_manifest=True,
+                cure=remade(final),
+            )
             for algorithm in algorithms_of(self.settings)
         }
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipelines.drafter_folder import remade
 from pipelines.settings import Settings
 from pipelines.stages.calibrate import read_calibration
 from pipelines.stages.workers import open_target
@@ -30,6 +31,7 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
 
 def check(settings: Settings) -> None:
     """Raises before anything starts for captured layers that no named engine takes, or a layout without such a form."""
+    from dspark.manifest import require_place
     from pipelines.exports.gates import layers_are_servable
     from pipelines.exports.speculators import require_form
     from pipelines.training.task import drafter_config
@@ -38,6 +40,8 @@ def check(settings: Settings) -> None:
     layers_are_servable(config.target_layer_ids, config.num_target_layers, settings.publish.engines)
     if settings.publish.speculators:
         require_form(config)
+    if "://" not in settings.run.directory:
+        require_place(Path(settings.run.directory).expanduser() / "published")
 
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
@@ -50,7 +54,8 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
 
     facts = examine_target(settings)
     target = open_target(settings, facts)
-    drafter = load_drafter(Path(run.location("train"), "final"), device=target.device, dtype=target.dtype)
+    final = Path(run.location("train"), "final")
+    drafter = load_drafter(final, device=target.device, dtype=target.dtype, needs_manifest=True, cure=remade(final))
     probe = next(read_conversations(Folder(run.location("regenerate"))))
     summary = run.directory.read_json("run.json") or {}
     name = settings.publish.name or f"{settings.drafter.algorithm}-{facts.name.split('/')[-1].split(':')[-1]}"

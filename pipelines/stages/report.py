@@ -7,10 +7,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipelines.drafter_folder import remade
+from pipelines.records import Timings, read_record
 from pipelines.settings import Settings
 from pipelines.stages.calibrate import read_calibration
 from pipelines.stages.evaluate import TIMINGS
@@ -32,6 +33,7 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `report/`."""
     from dspark.decoding.target import open_tokenizer
+    from dspark.models.checkpoint import read_config
     from pipelines.evaluation.round_log import read_completions, read_events
     from pipelines.reporting.report import ReportInputs, build_report, conversation_summary, decoder_of, write_report
     from pipelines.stages.decode_events import read_split
@@ -43,26 +45,27 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     evaluation, conversations = Folder(run.location("evaluate")), Folder(run.location("regenerate"))
     final = Path(run.location("train"), "final")
     tokenizer = open_tokenizer(facts.path, trust_remote_code=settings.target.trust_remote_code)
-    config = json.loads((final / "config.json").read_text())
+    config = read_config(final, needs_manifest=True, cure=remade(final))
     summary = run.directory.read_json("run.json") or {}
     invocations = summary.get("invocations") or [{}]
     prompts = read_split(Path(run.location("regenerate"), "evaluation.jsonl"), "evaluation")
     calibration = read_calibration(run)
-    wanted = ("block_size", "num_hidden_layers", "markov_head_type", "markov_rank", "target_layer_ids")
+    parts = ("algorithm", "block_size", "markov_head_type", "markov_rank", "target_layer_ids")
+    cure = f"remove {evaluation} and run the same command again, which evaluates anew"
     report = build_report(
         ReportInputs(
             title=f"{settings.drafter.algorithm} drafter for {facts.name.split('/')[-1].split(':')[-1]}",
             events=read_events(evaluation.full("events-all.parquet")),
             completions=read_completions(evaluation.full("completions-all.parquet")),
             target={"name": facts.name, "revision": facts.revision},
-            drafter={"algorithm": settings.drafter.algorithm, **{key: config.get(key) for key in wanted}},
+            drafter={key: getattr(config, key) for key in parts} | {"num_hidden_layers": config.num_draft_layers},
             contract=facts.contract(settings, with_block=True),
             calibration=calibration,
             training=training_rows(Path(run.location("train"))),
             cache=TargetCache.open(run.location("cache")).info(),
             conversations=conversation_summary(read_conversations(conversations)),
             serving=_serving(settings, evaluation, calibration),
-            timings=json.loads(evaluation.read(TIMINGS))["timings"],
+            timings=read_record(evaluation, TIMINGS, Timings, cure).model_dump()["timings"],
             prompts={prompt.prompt_id: prompt.messages[-1]["content"] for prompt in prompts},
             provenance={**invocations[-1], "settings": settings.to_dict()},
             decode=decoder_of(tokenizer),

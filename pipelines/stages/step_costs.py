@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.decoding.step_costs import StepCosts
 from pipelines.errors import UserError
 from pipelines.settings.schema import EvaluateSettings
 from pipelines.stages.decode_events import DSPARK, DecodePlan, open_drafters
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from pipelines.progress import Reporter
 
 STEP_COSTS = "step_costs.json"
+# What a file that is no step-cost table makes of reading it.
+BROKEN = (OSError, ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError)
 SCHEDULERS = ("scheduler", "two-steps-behind")
 
 
@@ -41,11 +44,9 @@ def needed_temperatures(wanted: EvaluateSettings) -> list[float]:
 
 def table_identity(path: str) -> dict[str, Any]:
     """A table that was measured elsewhere counts by its content. Raises UserError if it is not a step-cost table."""
-    from dspark.decoding.step_costs import SchedulingError, StepCosts
-
     try:
         return StepCosts.from_dict(json.loads(Path(path).expanduser().read_text())).to_dict()
-    except (OSError, ValueError, TypeError, AttributeError, SchedulingError) as error:
+    except BROKEN as error:
         raise UserError(
             f'evaluate.cost.table: {path} is no step-cost table ({error}); expected JSON with "tokens" and '
             '"steps_per_second", lists of equal length, and if measured "draft": {"rows": [...], "seconds": [...]}'
@@ -88,7 +89,14 @@ def read_step_costs(folder: Folder) -> dict[float, dict[str, Any]]:
     """What `find_step_costs` kept; empty when nothing needed it."""
     if not folder.exists(STEP_COSTS):
         return {}
-    return {float(row.pop("temperature")): row for row in json.loads(folder.read(STEP_COSTS))}
+    try:
+        rows = {float(row.pop("temperature")): row for row in json.loads(folder.read(STEP_COSTS))}
+        return {temperature: StepCosts.from_dict(row).to_dict() for temperature, row in rows.items()}
+    except BROKEN as error:
+        raise UserError(
+            f"{folder.describe(STEP_COSTS)} holds no step costs ({error}): remove it and run the same command again, "
+            "which measures them anew"
+        ) from error
 
 
 class CostWorker:

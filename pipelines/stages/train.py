@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import threading
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.registry import algorithms, sequential_heads
+from pipelines.drafter_folder import published_config
 from pipelines.errors import UserError, for_the_user
 from pipelines.plugins import plugin_identity
 from pipelines.settings import Settings
@@ -76,6 +78,8 @@ def check(settings: Settings) -> None:
     from pipelines.training.task import drafter_config, engine_settings
 
     require_shared_folder(settings)
+    if (start := settings.drafter.initial_weights) not in ("random", "target"):
+        published_config(start, settings, "drafter.initial_weights")
     try:
         engine_settings(settings).require_known_keys()
     except ValueError as error:
@@ -219,11 +223,9 @@ def weights_identity(start: str) -> str:
     """`random` and `target` speak for themselves; a published drafter counts by its content."""
     if start in ("random", "target"):
         return start
-    import hashlib
-
-    path = Path(start, "model.safetensors")
+    path = Path(start, "model.safetensors").expanduser()
     if not path.is_file():
-        raise UserError(f"drafter.initial_weights: {start!r} is neither random, target, nor a folder with {path.name}")
+        raise UserError(f"{start!r} is no drafter's folder: it has no {path.name}")
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -19,7 +19,7 @@ from dspark.manifest import MANIFEST, CheckpointError, damaged_files, new_folder
 from dspark.models.checkpoint import CONFIG, WEIGHTS, load_drafter, read_config, save_drafter
 from dspark.models.starting_weights import build_drafter
 
-SHORT = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHORT = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def write(folder: Path, **overrides: Any) -> Path:

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from dspark.config import DrafterConfig
-from dspark.decoding.target import Target, hash_weights
+from dspark.contract import Contract
+from dspark.decoding.target import Target
 from dspark.models.checkpoint import save_drafter
 from dspark.models.starting_weights import build_drafter
-from pipelines.decode import Answer, Piece, decode_one
+from pipelines.decode import Answer, Piece, decode_one, refuse_unread
 from pipelines.errors import UserError
 from pipelines.refit import refit_settings
 from pipelines.settings import load_settings
+from pipelines.target_facts import examine_target
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,8 @@ def published(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     config = DrafterConfig.for_target(target.text_config, mask_token_id=2, **options)
     drafter = build_drafter(config, target, dtype=torch.float32)
     save_drafter(drafter, folder, target.text_config)
-    (folder / "contract.json").write_text(json.dumps({"target_name": str(toy_folder)}))
+    settings = load_settings(config_file(folder, toy_folder), ["drafter.target_layer_ids=[0]"])
+    Contract.from_dict(examine_target(settings).contract(settings, with_block=False)).write(folder)
     return folder
 
 
@@ -58,25 +61,32 @@ def test_refits_that_cannot_work_are_refused(published: Path, toy_folder: Path, 
     config = config_file(tmp_path, toy_folder)
     with pytest.raises(UserError, match="add --from FOLDER"):
         refit_settings(config, [], None)
-    with pytest.raises(UserError, match="not a published drafter"):
+    with pytest.raises(UserError, match=r"--from: .* has no config\.json"):
         refit_settings(config, [], str(tmp_path))
-    elsewhere = tmp_path / "elsewhere"
-    shutil.copytree(toy_folder, elsewhere)
-    with pytest.raises(UserError, match="has other weights"):
-        refit_settings(config_file(tmp_path, elsewhere), [], str(published))
+    for name in ("weights_sha256", "tokenizer_sha256"):
+        other = tmp_path / name
+        shutil.copytree(published, other)
+        contract = json.loads((published / "contract.json").read_text())
+        (other / "contract.json").write_text(json.dumps({**contract, name: "0" * 64}))
+        with pytest.raises(UserError, match=f"--from: the drafter in .*{name} was made for the target .*{name} is 000"):
+            refit_settings(config, [], str(other))
+    shutil.copytree(published, tmp_path / "cut")
+    (tmp_path / "cut" / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(UserError, match=r"--from: .*model\.safetensors is cut off or damaged"):
+        refit_settings(config, [], str(tmp_path / "cut"))
 
 
 def test_the_same_target_may_lie_elsewhere(published: Path, toy_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(published, tmp_path / "published")
     shutil.copytree(toy_folder, tmp_path / "elsewhere")
-    contract = {"target_name": "some/toy", "weights_sha256": hash_weights(toy_folder)}
+    contract = json.loads((published / "contract.json").read_text()) | {"target_name": "some/toy"}
     (tmp_path / "published" / "contract.json").write_text(json.dumps(contract))
     settings = refit_settings(config_file(tmp_path, tmp_path / "elsewhere"), [], str(tmp_path / "published"))
     assert settings.evaluate.baselines == {"baseline": str(tmp_path / "published")}
 
 
 def test_one_answer_shows_its_rounds(published: Path, toy_folder: Path, tmp_path: Path) -> None:
-    settings = load_settings(config_file(tmp_path, toy_folder), ["drafter.target_layer_ids=[0]"])
+    settings = load_settings(config_file(tmp_path, toy_folder))
     watched: list[Piece] = []
     answer = decode_one(
         settings, "hello", drafter=str(published), temperature=0.0, max_new_tokens=12, watch=watched.append
@@ -92,6 +102,13 @@ def test_one_answer_shows_its_rounds(published: Path, toy_folder: Path, tmp_path
     assert "rounds, accepted length" in answer.marked_text()
     with pytest.raises(UserError, match="there is no drafter in"):
         decode_one(settings, "hello", drafter=None, temperature=0.0, max_new_tokens=12)
+
+
+def test_settings_that_one_answer_does_not_depend_on_are_refused() -> None:
+    refuse_unread(["target.dtype=float32", "run.seed=3", "unknown.key=1"])
+    for word in ("drafter.block_size=3", "train={}", "evaluate.batch_size=1"):
+        with pytest.raises(UserError, match=f"{word.split('=')[0]} does not apply to `dspark decode`"):
+            refuse_unread(["run.seed=1", word])
 
 
 def test_drafted_text_stands_in_brackets() -> None:

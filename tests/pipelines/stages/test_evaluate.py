@@ -15,6 +15,7 @@ from dspark.config import DrafterConfig
 from dspark.decoding.scheduling import algorithm_1
 from dspark.decoding.step_costs import StepCosts
 from dspark.decoding.target import Target
+from dspark.manifest import new_folder, write_manifest
 from dspark.models.checkpoint import save_drafter
 from dspark.models.starting_weights import build_drafter
 from pipelines.data.conversations import Prompt
@@ -46,7 +47,8 @@ def a_drafter(folder: Path, target: Path, layers: tuple[int, ...], algorithm: st
     if algorithm == "dspark":
         options["markov_rank"] = 4
     config = DrafterConfig.for_target(opened.text_config, mask_token_id=2, algorithm=algorithm, **options)
-    save_drafter(build_drafter(config, opened, dtype=torch.float32), folder, opened.text_config)
+    with new_folder(folder) as staging:
+        save_drafter(build_drafter(config, opened, dtype=torch.float32), staging, opened.text_config)
     return str(folder)
 
 
@@ -189,6 +191,7 @@ def test_other_drafters_are_decoded_beside(plan: DecodePlan, toy_folder: Path, t
         DecodeWorker(replace(plan, baselines={"old": str(broken)}))
     contract = plan.facts.contract(plan.settings, with_block=True)
     (Path(baselines["dflash"]) / "contract.json").write_text(json.dumps({**contract, "weights_sha256": "0" * 64}))
+    write_manifest(Path(baselines["dflash"]))
     with pytest.raises(UserError, match=r"evaluate.baselines.dflash: .*weights_sha256"):
         DecodeWorker(own)
 
