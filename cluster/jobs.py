@@ -24,13 +24,14 @@ from typing import Any
 
 import psutil
 
+from cluster.ray_private import reload_environment
 from cluster.session import (
     LOOPBACK,
     LOOPBACK_ENVIRONMENT,
     QUIET_ENVIRONMENT,
     environment,
     private_token,
-    reload_settings,
+    require_short_path,
 )
 
 HEAD_PATIENCE = 120.0  # seconds for a head to be ready once it answers
@@ -148,14 +149,16 @@ def start_head(*, num_cpus: int = 2, object_store_bytes: int = 200 * 1024**2, ti
     Raises:
         TimeoutError: it did not answer in `timeout` seconds; the message ends with what it printed.
     """
+    require_short_path(f"{tempfile.gettempdir()}/dspark-head-12345678")
     directory = Path(tempfile.mkdtemp(prefix="dspark-head-"))
+    (directory / "r").mkdir()  # Ray's own, which it makes writable for everybody
     gcs, dashboard, agent, client = _free_ports(4)
     variables = {**QUIET_ENVIRONMENT, **LOOPBACK_ENVIRONMENT, **private_token(directory)}
     interpreter = Path(sys.executable).parent  # `python` in a job is then this one, as in an activated environment
     variables["PATH"] = os.pathsep.join([str(interpreter), os.environ.get("PATH", os.defpath)])
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
-        *(f"--node-ip-address={LOOPBACK}", f"--port={gcs}", f"--temp-dir={directory}"),
+        *(f"--node-ip-address={LOOPBACK}", f"--port={gcs}", f"--temp-dir={directory / 'r'}"),
         *("--include-dashboard=true", f"--dashboard-host={LOOPBACK}", f"--dashboard-port={dashboard}"),
         *(f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}"),
         *(f"--num-cpus={num_cpus}", f"--object-store-memory={object_store_bytes}"),
@@ -163,9 +166,9 @@ def start_head(*, num_cpus: int = 2, object_store_bytes: int = 200 * 1024**2, ti
     output = directory / "head.log"
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        stack.callback(reload_settings)
+        stack.callback(reload_environment)
         stack.enter_context(environment(variables))
-        reload_settings()
+        reload_environment()
         with open(output, "w") as log:
             process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent

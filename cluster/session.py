@@ -5,18 +5,21 @@ itself a submitted Ray job, the cluster that runs the job. A session inside a se
 
 What Ray would otherwise leave or open, and what happens here:
 
+* It makes its temporary folder writable for everybody. The session's folder is this user's alone (mode 0700); Ray's is
+  inside it, beside the session's token and lock.
 * It writes `~/.ray/auth_token`, and every later head on the machine enforces it. The session has its own token file.
 * It binds every interface. An embedded session stays on 127.0.0.1.
-* It starts an autoscaler, a dashboard server, a metrics agent and a log monitor, which on two cores is half of its
-  start-up time. An embedded session needs none of them.
 * It keeps session folders under `/tmp/ray` for ever. The session's folder goes with it, and the folders of sessions
   that were killed go when the next one starts, with whatever process of theirs is still alive: Ray's agents try for
   a minute to report to a head that is gone, and a worker that has not noticed yet must not write beside its successor.
   Ray's logs of a session that failed are kept in `directory`.
+* It waits for ever when this machine's raylet dies, and ends the process with a stack when the control service does.
+  A thread looks after both, interrupts the wait, and the session raises `ClusterLost`.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import fcntl
 import logging
@@ -25,18 +28,26 @@ import secrets
 import shutil
 import signal
 import socket
+import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from unittest import mock
+
+from cluster.ray_private import (
+    LONGEST_SOCKET_PATH,
+    SOCKET_BELOW_TEMPORARY,
+    raylets_last_words_unheard,
+    reload_environment,
+    start_node,
+)
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_OBJECT_STORE_BYTES = 200 * 1024**2
 _PREFIX = "dspark-ray-"
+_RAYS_FOLDER = "r"  # in the session's own: short, as the path of a socket may not be long
 _JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 # Read by Ray when it starts, in the driver and in every process below it.
@@ -65,6 +76,11 @@ EMBEDDED_ENVIRONMENT = {
 }
 
 _embedded = False
+_watch: _Watch | None = None
+
+
+class ClusterLost(RuntimeError):
+    """The Ray cluster went away under the run; the same command goes on from what is complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +125,9 @@ def ray_session(
 
     Raises:
         ConnectionError: no cluster answers at `address`.
+        ClusterLost: the cluster went away in the middle; what the body raised for that is its cause.
+        ValueError: the temporary folder's path is too long for the sockets of an embedded cluster.
     """
-    global _embedded
     import ray
 
     if ray.is_initialized():
@@ -120,51 +137,183 @@ def ray_session(
         address = "auto"
     if address is not None:
         with environment(QUIET_ENVIRONMENT):
-            reload_settings()
+            reload_environment()
             _require_listener(address)
             try:
-                with signals_left_alone():
+                with sigterm_left_alone():
                     ray.init(address=address, logging_level=logging.ERROR, log_to_driver=worker_logs)
-                yield _describe(None)
+                session = _describe(None)
+                with _watched(_JoinedCluster(session.address).fault):
+                    yield session
             finally:
                 ray.shutdown()
         return
-
-    _sweep()
-    temporary = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    lock = open(temporary / "lock.new", "w")  # noqa: SIM115 - held for the session's life: it tells the sweep so
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    os.rename(temporary / "lock.new", temporary / "lock")
-    try:
+    with _private_folder() as temporary:
         variables = {**QUIET_ENVIRONMENT, **EMBEDDED_ENVIRONMENT, **private_token(temporary)}
-        with environment(variables), lean_node(log_monitor=worker_logs):
-            reload_settings()
-            try:
-                with signals_left_alone():
-                    ray.init(
-                        address="local",
-                        num_cpus=num_cpus,
-                        num_gpus=num_gpus,
-                        object_store_memory=object_store_bytes or DEFAULT_OBJECT_STORE_BYTES,
-                        include_dashboard=False,
-                        logging_level=logging.ERROR,
-                        log_to_driver=worker_logs,
-                        _temp_dir=str(temporary),
-                        _node_ip_address=LOOPBACK,
-                    )
-                _embedded = True
+        node = _embedded_node(temporary, num_cpus, num_gpus, object_store_bytes, worker_logs)
+        try:
+            with environment(variables), node:
                 yield _describe(temporary)
-            except Exception:
-                ray.shutdown()
-                _keep_logs(temporary, directory)
-                raise
-            finally:
-                _embedded = False
-                ray.shutdown()
-        reload_settings()
+        except Exception:
+            _keep_logs(temporary / _RAYS_FOLDER, directory)
+            raise
+        finally:
+            reload_environment()
+
+
+@contextlib.contextmanager
+def _embedded_node(
+    temporary: Path, num_cpus: int | None, num_gpus: int | None, object_store_bytes: int | None, worker_logs: bool
+) -> Iterator[None]:
+    global _embedded
+    import ray
+
+    reload_environment()
+    (temporary / _RAYS_FOLDER).mkdir()
+    node = start_node(
+        temporary / _RAYS_FOLDER,
+        address=LOOPBACK,
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        object_store_bytes=object_store_bytes or DEFAULT_OBJECT_STORE_BYTES,
+        log_monitor=worker_logs,
+    )
+
+    def fault() -> str | None:
+        dead = [name for name, _ in node.dead_processes()]
+        return f"Ray's {' and '.join(dead)} ended on this machine" if dead else None
+
+    try:
+        with sigterm_left_alone(), raylets_last_words_unheard():
+            ray.init(
+                address=node.gcs_address,
+                _node_ip_address=LOOPBACK,
+                logging_level=logging.ERROR,
+                log_to_driver=worker_logs,
+            )
+        _embedded = True
+        with _watched(fault):
+            yield
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        lock.close()
+        _embedded = False
+        ray.shutdown()
+        node.kill_all_processes(check_alive=False, allow_graceful=True)
+
+
+@contextlib.contextmanager
+def _private_folder() -> Iterator[Path]:
+    """A new folder of this user's alone, with a lock that is held for the session's life; the dead ones' are removed.
+
+    Raises ValueError where the temporary folder's path leaves no room for a socket's.
+    """
+    _sweep()
+    require_short_path(f"{tempfile.gettempdir()}/{_PREFIX}12345678")
+    temporary = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    with open(temporary / "lock.new", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.rename(temporary / "lock.new", temporary / "lock")  # the sweep of another session finds it locked
+        try:
+            yield temporary
+        finally:
+            _end_orphans(temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def require_short_path(folder: str) -> None:
+    """Raises ValueError if Ray's sockets below `folder` would have paths longer than the system allows."""
+    room = LONGEST_SOCKET_PATH - len(f"/{_RAYS_FOLDER}{SOCKET_BELOW_TEMPORARY}")
+    if (length := len(os.fsencode(folder))) > room:
+        too_much = length - room
+        raise ValueError(
+            f"the path of the temporary folder, {tempfile.gettempdir()}, is {too_much} bytes too long for the sockets "
+            "that Ray puts there; set TMPDIR to a folder with a shorter path, such as /tmp"
+        )
+
+
+class _Watch:
+    """A thread that asks `fault` every half second what is wrong, and interrupts the main thread when something is.
+
+    The interrupt is the one of Ctrl-C, as it alone comes out of every wait of Ray's.
+    """
+
+    def __init__(self, fault: Callable[[], str | None]) -> None:
+        self._fault = fault
+        self._ended = threading.Event()
+        self.found: str | None = None
+        self._interrupts = threading.current_thread() is threading.main_thread()
+        self._thread = threading.Thread(target=self._look, name="ray-watch", daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._ended.wait(0.5):
+            if (found := self._fault()) is not None:
+                self.found = found
+                if self._interrupts and not self._ended.is_set():
+                    _thread.interrupt_main()
+                return
+
+    def fault(self) -> str | None:
+        """What is wrong; asked anew if the thread has found nothing yet."""
+        return self.found or self._fault()
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join(10.0)
+
+
+def cluster_is_lost() -> bool:
+    """Whether the session's cluster is known to be gone: nothing that needs it should be waited for."""
+    return _watch is not None and _watch.found is not None
+
+
+@contextlib.contextmanager
+def _watched(fault: Callable[[], str | None]) -> Iterator[None]:
+    """Raise `ClusterLost` out of the body, and not what it does to the code in it, when the cluster goes away."""
+    global _watch
+    watch = _watch = _Watch(fault)
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if (found := watch.fault()) is not None:
+            raise ClusterLost(
+                f"the Ray cluster is gone: {found} (killed from outside, or for want of memory?). What is complete "
+                "stays: the same command goes on from there"
+            ) from error
+        raise
+    finally:
+        watch.end()
+        _watch = None
+
+
+class _JoinedCluster:
+    """Looks after a cluster that is someone else's: its control service, and this machine's raylet."""
+
+    PATIENCE = 30.0  # seconds that the control service may be away: it can come back
+
+    def __init__(self, address: str) -> None:
+        import ray
+
+        self._address = address
+        self._node = ray.get_runtime_context().get_node_id()
+        self._well = time.monotonic()
+        self._asked = 0.0
+
+    def fault(self) -> str | None:
+        if time.monotonic() - self._asked < 5.0:
+            return None
+        self._asked = time.monotonic()
+        import ray
+        from ray.exceptions import RayError
+
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        except (OSError, RayError) as error:
+            away = time.monotonic() - self._well
+            return f"no answer from {self._address} for {away:.0f} s ({error})" if away > self.PATIENCE else None
+        self._well = time.monotonic()
+        return None if self._node in alive else "Ray's raylet ended on this machine"
 
 
 def private_token(folder: Path) -> dict[str, str]:
@@ -177,39 +326,15 @@ def private_token(folder: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def lean_node(*, log_monitor: bool) -> Iterator[None]:
-    """Let `ray.init` start a node without the helper processes that an embedded cluster does not use.
-
-    Ray has no option for any of these; it slims its agent only when the dashboard's packages are missing.
-    """
-    from ray._private import node, utils
-
-    def skip(*_: Any, **__: Any) -> None:
-        return None
-
-    with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(node.Node, "start_monitor", skip))
-        patches.enter_context(mock.patch.object(node.Node, "start_api_server", skip))
-        if not log_monitor:
-            patches.enter_context(mock.patch.object(node.Node, "start_log_monitor", skip))
-        absent = ImportError("not wanted in an embedded cluster")
-        patches.enter_context(mock.patch.object(utils, "get_dashboard_dependency_error", return_value=absent))
-        yield
-
-
-@contextlib.contextmanager
-def signals_left_alone() -> Iterator[None]:
+def sigterm_left_alone() -> Iterator[None]:
     """Let `ray.init` leave this process with the answer to SIGTERM that it had.
 
     Ray's own in Python kills its servers first and then waits for them, a minute long; the one in C++ prints a stack,
     and aborts the process three seconds later. Whoever runs a session ends it in order when a handler raises.
     """
-    from ray._private import utils
-
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with mock.patch.object(utils, "set_sigterm_handler", return_value=None):
-            yield
+        yield
     finally:
         if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # looks the same to Python, and takes it back from C++
@@ -218,25 +343,16 @@ def signals_left_alone() -> Iterator[None]:
 @contextlib.contextmanager
 def environment(values: dict[str, str]) -> Iterator[None]:
     """Set variables for the body; what was there before comes back."""
-    with mock.patch.dict(os.environ):
-        if "RAY_AUTH_TOKEN_PATH" in values:
-            os.environ.pop("RAY_AUTH_TOKEN", None)
-        os.environ.update(values)
+    before = dict(os.environ)
+    if "RAY_AUTH_TOKEN_PATH" in values:
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+    os.environ.update(values)
+    try:
         yield
-
-
-def reload_settings() -> None:
-    """Make Ray, which reads them once, read the variables of authentication and of loopback again."""
-    from ray import _raylet
-    from ray._private import ray_constants
-
-    ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(
-        ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, not ray_constants.IS_WINDOWS_OR_OSX
-    )
-
-    core: Any = _raylet  # compiled; its stubs leave these out
-    core.Config.initialize("")
-    core.AuthenticationTokenLoader.instance().reset_cache()
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _require_listener(address: str) -> None:
@@ -275,9 +391,15 @@ def _keep_logs(temporary: Path, directory: str | os.PathLike[str] | None) -> Non
 
 
 def _sweep() -> None:
-    """End and remove what is left of sessions whose process is gone: nobody holds their lock."""
+    """End and remove what is left of this user's sessions whose process is gone: nobody holds their lock.
+
+    A folder that others may write to is left alone: its lock says nothing.
+    """
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
+            status = folder.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+                continue
             with open(folder / "lock") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _end_orphans(folder)
@@ -287,14 +409,15 @@ def _sweep() -> None:
 
 
 def _end_orphans(folder: Path, patience: float = 30.0) -> None:
-    """End the processes of a dead session, and wait until they are gone.
+    """End the other processes of a session that is over, and wait until they are gone.
 
     They are those that hold one of its logs open for writing: neither their parents nor their environments, which
     Ray's process titles write over, tell whose they are. Without /proc nothing is done.
     """
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
-        orphans = [int(process.name) for process in Path("/proc").glob("[0-9]*") if _writes_below(process, folder)]
+        processes = [process for process in Path("/proc").glob("[0-9]*") if process.name != str(os.getpid())]
+        orphans = [int(process.name) for process in processes if _writes_below(process, folder)]
         if not orphans:
             return
         for orphan in orphans:
@@ -305,7 +428,7 @@ def _end_orphans(folder: Path, patience: float = 30.0) -> None:
 
 def _writes_below(process: Path, folder: Path) -> bool:
     """Whether a process has a log of the session open for writing; False for one that is gone or another user's."""
-    prefix = f"{os.path.realpath(folder)}/session_"
+    prefix = f"{os.path.realpath(folder)}/{_RAYS_FOLDER}/session_"
     try:
         links = list((process / "fd").iterdir())
     except OSError:

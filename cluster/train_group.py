@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from cluster.lasting import is_lasting
-from cluster.session import is_embedded
+from cluster.session import cluster_is_lost, is_embedded
 
 _KEY = "dspark_group"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -68,7 +68,9 @@ def run_group(
     """
     from ray import cloudpickle
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchTrainer
+
+    from cluster.process_group import ProcessGroupConfig
 
     fewest = num_workers if min_workers is None else min_workers
     _require_room(fewest, cpus_per_worker, use_gpu)
@@ -77,7 +79,7 @@ def run_group(
     trainer: Any = TorchTrainer(
         _enter,
         train_loop_config={"group": group, "work": cloudpickle.dumps((train_fn, dict(config), lasting))},
-        torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
+        torch_config=ProcessGroupConfig(backend="nccl" if use_gpu else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=(fewest, num_workers) if fewest < num_workers else num_workers,  # type: ignore[arg-type]
             use_gpu=use_gpu,
@@ -114,6 +116,7 @@ def stop_wanted() -> bool:
 def _enter(loop: dict[str, Any]) -> None:
     """What Ray Train runs on each rank."""
     from ray import cloudpickle
+    from torch import distributed
 
     global _current
     group = loop["group"]
@@ -128,6 +131,7 @@ def _enter(loop: dict[str, Any]) -> None:
             text = "".join(traceback.format_exception(error))
             _put(group, "error", _pickled(text, error))
         raise
+    distributed.destroy_process_group()
 
 
 def _pickled(text: str, error: BaseException) -> bytes:
@@ -152,7 +156,7 @@ def _asking_to_stop(group: str) -> Iterator[list[int]]:
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        if len(received) > 1:
+        if len(received) > 1 or cluster_is_lost():
             raise KeyboardInterrupt
         _put(group, "stop", b"1")
 

@@ -15,6 +15,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from cluster.lasting import is_lasting
 
+LOOK_AROUND_SECONDS = 10.0  # between two looks at whether the cluster still has a node for a worker that waits
+
 Unit = TypeVar("Unit")
 Result = TypeVar("Result")
 Unit_contra = TypeVar("Unit_contra", contravariant=True)
@@ -89,7 +91,7 @@ def run_units(
     Raises:
         UnitFailed: a unit failed for good. What is already done has been delivered.
         WorkersFailed: a worker met a lasting error when it started, or they fail to, `max_retries` + 1 times in a row.
-        ValueError: no node of the cluster has the resources of one worker.
+        ValueError: no node of the cluster has, or has any more, the resources of one worker.
     """
     if num_workers < 1 or max_in_flight_per_worker < 1 or max_retries < 0:
         raise ValueError(
@@ -169,8 +171,11 @@ class _Pool(Generic[Unit, Result]):
             for seat in self.seats:
                 self._feed(seat)
             pending = {ref: seat for seat in self.seats for ref in (seat.jobs or [seat.starting]) if ref is not None}
-            (ref,), _ = ray.wait(list(pending), num_returns=1)
-            self._settle(pending[ref], ref)
+            done, _ = ray.wait(list(pending), num_returns=1, timeout=LOOK_AROUND_SECONDS)
+            for ref in done:
+                self._settle(pending[ref], ref)
+            if not done and all(seat.starting is not None for seat in self.seats):
+                _require_room(self.options["num_cpus"], self.options["num_gpus"])
 
     def _fill(self, wanted: int) -> bool:
         """Whether at least `wanted` jobs are waiting or in flight, pulling from the source as needed."""

@@ -1,11 +1,13 @@
 """One embedded Ray session for the tests of a module that want one: starting it is most of their time."""
 
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from second_node import start_node
 
 from cluster.session import RaySession, ray_session
 
@@ -35,3 +37,10 @@ def session() -> Iterator[RaySession]:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         with ray_session(num_cpus=2) as started:
             yield started
+
+
+@pytest.fixture
+def second_node(session: RaySession) -> Iterator[subprocess.Popen[bytes]]:
+    """One more raylet with three CPUs, on this machine."""
+    with start_node(session.address) as node:
+        yield node

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from cluster.train_group import stop_wanted
 
 
@@ -19,7 +21,8 @@ def count(config: dict[str, Any]) -> None:
     rank = distributed.get_rank()
     folder = Path(config["folder"])
     log, started = folder / "log", folder / f"started-{rank}-{os.getpid()}"
-    started.touch()
+    listening = {s.laddr.ip for s in psutil.Process().net_connections("tcp") if s.status == psutil.CONN_LISTEN}
+    started.write_text(" ".join(sorted(listening)))
     done = len(log.read_text().splitlines()) if log.exists() else 0
     distributed.barrier()
     for step in range(done, config["steps"]):

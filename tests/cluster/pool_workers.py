@@ -70,3 +70,15 @@ class CannotStart:
 
     def run(self, unit: int) -> int:
         return unit
+
+
+class Sleeper:
+    """Marks that it has begun, and never ends."""
+
+    def __init__(self, folder: str = "") -> None:
+        self.folder = Path(folder or os.environ["SLEEPERS"])
+
+    def run(self, unit: int) -> int:
+        (self.folder / f"started-{unit}").touch()
+        time.sleep(1e6)
+        return unit

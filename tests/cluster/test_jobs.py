@@ -107,7 +107,7 @@ def test_a_head_does_not_outlive_a_killed_owner():
     owner = subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     head = psutil.Process(int(owner.stdout.readline()))
-    folder = Path(next(word for word in head.cmdline() if word.startswith("--temp-dir=")).partition("=")[2])
+    folder = Path(next(word for word in head.cmdline() if word.startswith("--temp-dir=")).partition("=")[2]).parent
     below = [head, *head.children(recursive=True)]
     owner.kill()
     owner.wait()
@@ -120,3 +120,4 @@ def test_a_head_does_not_outlive_a_killed_owner():
 def test_the_head_is_on_loopback_and_private(head: jobs.Head, listening_on: Callable[[int], set[str]]):
     assert listening_on(head.pid) <= {"127.0.0.1", "::1"}
     assert (head.directory / "token").stat().st_mode & 0o777 == 0o600
+    assert head.directory.stat().st_mode & 0o777 == 0o700

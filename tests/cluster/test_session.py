@@ -10,11 +10,15 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
 import pytest
 
+from cluster import jobs
+from cluster.ray_private import SOCKET_BELOW_TEMPORARY
 from cluster.session import _sweep, ray_session
 
 pytestmark = pytest.mark.timeout(120)
@@ -39,6 +43,8 @@ def test_private_loopback_nested_and_gone(listening_on):
             assert outer.cpus == 2
             assert outer.temporary is not None
             assert (outer.temporary / "token").stat().st_mode & 0o777 == 0o600
+            assert outer.temporary.stat().st_mode & 0o777 == 0o700, "Ray's folder in it is writable for everybody"
+            assert (outer.temporary / "r").is_dir()
             with ray_session() as inner:
                 assert inner.address == outer.address
             assert ray.is_initialized()
@@ -103,26 +109,50 @@ def test_two_at_once_and_the_remains_of_a_killed_one():
 def test_what_lives_on_of_a_killed_session_is_ended_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A worker that does not notice its session's end (here: a sleeping process) would write beside its successor."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    dead, alive = tmp_path / "dspark-ray-dead", tmp_path / "dspark-ray-alive"
+    dead, alive, shared = (tmp_path / f"dspark-ray-{name}" for name in ("dead", "alive", "shared"))
     sleepers = {}
-    for folder in (dead, alive):
-        folder.mkdir()
+    for folder in (dead, alive, shared):
+        folder.mkdir(mode=0o700)
         (folder / "lock").touch()
-        logs = folder / "session_1" / "logs"
+        logs = folder / "r" / "session_1" / "logs"
         logs.mkdir(parents=True)
         with open(logs / "worker.out", "w") as log:
             sleepers[folder] = subprocess.Popen(["sleep", "60"], stdout=log)
-    reader = subprocess.Popen(["tail", "-f", dead / "session_1" / "logs" / "worker.out"])
+    reader = subprocess.Popen(["tail", "-f", dead / "r" / "session_1" / "logs" / "worker.out"])
+    shared.chmod(0o777)  # somebody else may have replaced its lock
     with open(alive / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _sweep()
     assert sleepers[dead].wait(timeout=10) == -signal.SIGKILL
     assert not dead.exists()
     assert alive.exists()
-    for spared in (sleepers[alive], reader):
+    for spared in (sleepers[alive], sleepers[shared], reader):
         assert spared.poll() is None
         spared.kill()
         spared.wait()
+
+
+@pytest.mark.parametrize("start", [ray_session, jobs.start_head])
+def test_a_temporary_folder_whose_path_is_too_long_for_a_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[[], AbstractContextManager[object]]
+):
+    monkeypatch.setattr(tempfile, "tempdir", f"{tmp_path}/{'long' * 10}")
+    with pytest.raises(ValueError, match=r"is \d+ bytes too long for the sockets .* set TMPDIR"), start():
+        pass
+
+
+def test_the_longest_path_that_is_accepted_has_room_for_rays_sockets(monkeypatch: pytest.MonkeyPatch):
+    """Ray's own names, of a session that runs, against what is reckoned for them."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as top:
+        room = 107 - len(f"{top}/") - len("/dspark-ray-12345678/r") - len(SOCKET_BELOW_TEMPORARY)
+        folder = Path(top, "x" * room)
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        with ray_session(num_cpus=1) as session:
+            assert session.temporary is not None
+            sockets = [str(path) for path in session.temporary.glob("r/session_2*/sockets/*")]
+        assert len(sockets) >= 2
+        assert max(map(len, sockets)) <= 107
 
 
 def test_sigterm_is_left_to_the_process_and_the_session_ends_in_order():

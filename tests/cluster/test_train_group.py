@@ -8,9 +8,11 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from group_work import count
 
+from cluster import process_group
 from cluster.train_group import TrainingFailed, TrainingStopped, run_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("session"), pytest.mark.timeout(300)]
@@ -34,7 +36,24 @@ def lines(folder: Path) -> list[str]:
 def test_two_ranks_go_on_after_one_is_killed(tmp_path: Path):
     start(tmp_path, ranks=2, die_at=3, die_rank=0)
     assert sorted(set(lines(tmp_path))) == [f"{step} 3" for step in range(6)]
-    assert len(list(tmp_path.glob("started-*"))) == 4, "both ranks were started twice"
+    started = [mark.read_text() for mark in tmp_path.glob("started-*")]
+    assert len(started) == 4, "both ranks were started twice"
+    assert set(started) == {"127.0.0.1"}, "the rendezvous store and gloo listen on loopback alone"
+
+
+def test_the_rendezvous_store_listens_on_the_clusters_address_alone(monkeypatch: pytest.MonkeyPatch):
+    """On a cluster that is the machine's address there, and the interface that has it."""
+    outer = {a.address: name for name, all_of_it in psutil.net_if_addrs().items() for a in all_of_it if a.family == 2}
+    before = psutil.Process().net_connections("tcp")
+    for address, interface in outer.items():
+        monkeypatch.setattr("ray.util.get_node_ip_address", lambda address=address: address)
+        monkeypatch.setattr(process_group, "_store", None)
+        where, port = process_group._open_store()
+        new = [s for s in psutil.Process().net_connections("tcp") if s.status == psutil.CONN_LISTEN and s not in before]
+        assert [(s.laddr.ip, s.laddr.port) for s in new if s.laddr.port == port] == [(where, port)]
+        assert where == address
+        assert process_group.interface_of(address) == interface
+    assert process_group.interface_of("192.0.2.1") is None
 
 
 def test_a_lasting_error_ends_it_at_once_and_is_told(tmp_path: Path):
