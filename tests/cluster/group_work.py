@@ -21,7 +21,11 @@ def count(config: dict[str, Any]) -> None:
     rank = distributed.get_rank()
     folder = Path(config["folder"])
     log, started = folder / "log", folder / f"started-{rank}-{os.getpid()}"
-    listening = {s.laddr.ip for s in psutil.Process().net_connections("tcp") if s.status == psutil.CONN_LISTEN}
+    listening = {
+        s.laddr.ip.removeprefix("::ffff:")
+        for s in psutil.Process().net_connections("tcp")
+        if s.status == psutil.CONN_LISTEN
+    }
     started.write_text(" ".join(sorted(listening)))
     done = len(log.read_text().splitlines()) if log.exists() else 0
     distributed.barrier()

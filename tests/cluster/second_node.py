@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+import psutil
 import ray
 
 # `ray start` would take the machine's outer address; this stays on loopback, as the embedded head does.
@@ -31,7 +30,7 @@ def start_node(address: str) -> Iterator[subprocess.Popen[bytes]]:
     """A raylet with three CPUs that has joined the cluster at `address`; it ends with its process group."""
     before = _alive()
     command = [sys.executable, "-c", NODE, address]
-    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL) as node:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as node:
         try:
             deadline = time.monotonic() + 60
             while not _alive() - before:
@@ -49,8 +48,8 @@ def _alive() -> set[str]:
 
 def end_node(node: subprocess.Popen[bytes]) -> None:
     """Kill the node's raylet and all that it started."""
-    try:
-        os.killpg(node.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    node.wait()
+    if node.poll() is None:
+        for process in (*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        node.wait()
