@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from cluster.ray_private import reload_environment
+from cluster.ray_private import files_to_send, reload_environment
 from cluster.session import (
     LOOPBACK,
     LOOPBACK_ENVIRONMENT,
@@ -36,8 +36,17 @@ from cluster.session import (
 
 HEAD_PATIENCE = 120.0  # seconds for a head to be ready once it answers
 FINISHED = ("SUCCEEDED", "FAILED", "STOPPED")
-# What a checkout holds beside its sources, and what a job does not need.
-NOT_SENT = (".git", ".venv", ".engines", "runs", "models", "wandb", "**/__pycache__", "*.egg-info")
+MOST_BYTES = 500 * 1024**2  # Ray takes no larger working directory
+# Patterns as of .gitignore. First what a checkout holds beside its sources, and what a job does not need; then where
+# people keep keys and passwords.
+NOT_SENT = (
+    *(".git", ".venv", "/.engines", "/runs", "/models", "/wandb", "__pycache__", "*.egg-info", ".pytest_cache"),
+    *(".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".git-credentials", ".npmrc", ".pypirc", ".htpasswd"),
+    *("*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx", "*.ppk", "*.gpg", "*.asc"),
+    *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", ".ssh", ".gnupg", ".aws", ".azure", ".gcloud", ".kube"),
+    *("credentials", "credentials.json", "client_secret*.json", "service[-_]account*.json", "kubeconfig"),
+    *("secrets.yaml", "secrets.yml", "secrets.json", "secrets.toml", "token", "*.token", ".s3cfg", ".boto"),
+)
 
 
 class JobError(ValueError):
@@ -51,13 +60,12 @@ def submit(
     working_dir: str | os.PathLike[str] | None = None,
     env_vars: Mapping[str, str] | None = None,
     job: str | None = None,
-    not_sent: tuple[str, ...] = NOT_SENT,
 ) -> str:
     """Start `command` on the cluster whose dashboard answers at `address` (http://host:8265); returns the job's id.
 
     Args:
-        working_dir: folder sent along, in which the command runs; `not_sent` are patterns left out of it.
-        env_vars: set for the command.
+        working_dir: folder sent along, in which the command runs; `files_sent` says what of it.
+        env_vars: set for the command. The cluster keeps and shows their values: no secrets.
         job: an id of the caller's own; must be new.
 
     Raises:
@@ -65,7 +73,7 @@ def submit(
     """
     runtime: dict[str, Any] = {"env_vars": {**QUIET_ENVIRONMENT, **(env_vars or {})}}
     if working_dir is not None:
-        runtime |= {"working_dir": str(working_dir), "excludes": list(not_sent)}
+        runtime |= {"working_dir": str(working_dir), "excludes": list(NOT_SENT)}
     with _told(address, job):
         client = _client(address)
         logging.getLogger("ray").setLevel(logging.ERROR)  # it tells of every ignore file that it reads
@@ -78,6 +86,19 @@ def submit(
                 if "No available agent" not in str(error) or time.monotonic() > until:
                     raise
             time.sleep(1)
+
+
+def files_sent(working_dir: str | os.PathLike[str]) -> dict[Path, int]:
+    """The files below `working_dir`, with their bytes, that a job takes along.
+
+    All but `NOT_SENT`, and what `.gitignore` and `.rayignore` files leave out.
+    """
+    return files_to_send(Path(working_dir), NOT_SENT)
+
+
+def new_id() -> str:
+    """An id for a job."""
+    return f"dspark-{secrets.token_hex(6)}"
 
 
 def status(job: str, *, address: str) -> str:

@@ -7,7 +7,7 @@ The one module that may import from `ray._private`, `ray._raylet`, `ray.experime
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,49 @@ def raylets_last_words_unheard() -> Iterator[None]:
 
     with _replaced(worker, "listen_error_messages", lambda *_: None):
         yield
+
+
+def leave_out_helpers(trainer: Any, *, embedded: bool) -> None:
+    """Start no helper actors that have nothing to do here, each seconds of a small machine, and leave Ctrl-C alone.
+
+    No Ray Data set is handed over, so none has to be served. An embedded cluster ends with this process, placement
+    groups and all: nobody needs to wait for the controller's death to remove them (Ray's helper would, besides, ask a
+    dashboard that is not there). Ray's own answer to Ctrl-C aborts the workers where they stand.
+    """
+    from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
+    from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+
+    idle = (DatasetsCallback, PlacementGroupCleanerCallback) if embedded else (DatasetsCallback,)
+    usual = trainer._create_default_callbacks
+    trainer._create_default_callbacks = lambda: [callback for callback in usual() if not isinstance(callback, idle)]
+    trainer._register_sigint_handler = lambda controller: None
+
+
+def put_in_cluster(key: str, value: bytes) -> None:
+    """Keep a small value in the cluster's control service: an actor for it would take a second to start."""
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    _internal_kv_put(key, value, overwrite=True)
+
+
+def get_from_cluster(key: str) -> bytes | None:
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    return _internal_kv_get(key)
+
+
+def files_to_send(folder: Path, not_sent: Sequence[str]) -> dict[Path, int]:
+    """Bytes of each file below `folder` that Ray would pack as a job's working directory, ignore files obeyed."""
+    from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
+
+    sizes: dict[Path, int] = {}
+
+    def note(path: Path) -> None:
+        if path.is_file():
+            sizes[path.relative_to(folder)] = path.stat().st_size
+
+    _dir_travel(folder, [_get_excludes(folder, list(not_sent))], note, include_gitignore=True)
+    return sizes
 
 
 @contextlib.contextmanager

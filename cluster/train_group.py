@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from cluster.lasting import is_lasting
+from cluster.ray_private import get_from_cluster, leave_out_helpers, put_in_cluster
 from cluster.session import cluster_is_lost, is_embedded
 
 _KEY = "dspark_group"
@@ -91,8 +92,7 @@ def run_group(
             failure_config=FailureConfig(max_failures=max_failures),
         ),
     )
-    _leave_out_helpers(trainer)
-    trainer._register_sigint_handler = lambda controller: None  # Ray's own aborts the workers where they stand
+    leave_out_helpers(trainer, embedded=is_embedded())
     with _asking_to_stop(group) as received:
         try:
             result = trainer.fit()
@@ -172,30 +172,11 @@ def _asking_to_stop(group: str) -> Iterator[list[int]]:
 
 
 def _put(group: str, key: str, value: bytes) -> None:
-    from ray.experimental.internal_kv import _internal_kv_put
-
-    _internal_kv_put(f"{_KEY}:{group}:{key}", value, overwrite=True)
+    put_in_cluster(f"{_KEY}:{group}:{key}", value)
 
 
 def _get(group: str, key: str) -> bytes | None:
-    from ray.experimental.internal_kv import _internal_kv_get
-
-    return _internal_kv_get(f"{_KEY}:{group}:{key}")
-
-
-def _leave_out_helpers(trainer: Any) -> None:
-    """Start no helper actors that have nothing to do here; each takes seconds of a small machine.
-
-    No Ray Data set is handed over, so none has to be served. And an embedded cluster ends with this process, placement
-    groups and all: nobody needs to wait for the controller's death to remove them (Ray's helper would, besides, ask a
-    dashboard that is not there).
-    """
-    from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
-    from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-
-    idle = (DatasetsCallback, PlacementGroupCleanerCallback) if is_embedded() else (DatasetsCallback,)
-    usual = trainer._create_default_callbacks
-    trainer._create_default_callbacks = lambda: [callback for callback in usual() if not isinstance(callback, idle)]
+    return get_from_cluster(f"{_KEY}:{group}:{key}")
 
 
 def _require_room(num_workers: int, cpus: float, use_gpu: bool) -> None:

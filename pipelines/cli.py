@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -23,6 +24,7 @@ from typer._click.exceptions import ClickException  # typer has no public name f
 from pipelines import cli_cache, cli_cluster, cli_tools
 from pipelines.cli_tools import accepted_lengths_text
 from pipelines.errors import for_the_user, is_users_mistake
+from storage.files.masking import mask
 
 if TYPE_CHECKING:
     from pipelines.run import Outcome
@@ -186,16 +188,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             code = _call(sys.argv[1:] if arguments is None else list(arguments))
             sys.stdout.flush()
-        except KeyboardInterrupt:
-            print("stopped; the same command goes on from here", file=sys.stderr)
+        except KeyboardInterrupt as stop:
+            print(*(stop.args or ["stopped; the same command goes on from here"]), file=sys.stderr)
             raise SystemExit(128 + (received[0] if received else signal.SIGINT)) from None
         except BrokenPipeError:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the reader went away; nothing is left to flush to
             raise SystemExit(0) from None
         except Exception as error:
             if os.environ.get("DSPARK_TRACEBACK") or not is_users_mistake(error):
-                raise
-            print(f"dspark: {error}", file=sys.stderr)
+                print(mask(traceback.format_exc()), end="", file=sys.stderr)
+                raise SystemExit(1) from None
+            print(f"dspark: {mask(str(error))}", file=sys.stderr)
             raise SystemExit(2) from None
     raise SystemExit(code)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -24,9 +27,15 @@ def add_commands(app: typer.Typer) -> None:
 
 def _address(given: str) -> str:
     from pipelines.errors import UserError
+    from storage.files import masking
 
-    if not given:
+    if not given.strip():
         raise UserError("which cluster? add --address http://HOST:8265, or set RAY_JOBS_ADDRESS")
+    if masking.find(given):
+        raise UserError(
+            f"--address {masking.mask(given)!r} holds a password: a head asks for a token, which RAY_AUTH_TOKEN_PATH "
+            "(or RAY_AUTH_TOKEN) gives; leave it out of the address"
+        )
     address = given if "://" in given else f"http://{given}"
     try:
         parts = urlsplit(address)
@@ -36,6 +45,24 @@ def _address(given: str) -> str:
     if not whole:
         raise UserError(f"--address {given!r} is not the address of a head's job server; expected http://HOST:8265")
     return address
+
+
+def _job(given: str) -> str:
+    """The id, as it can stand in the head's addresses."""
+    from pipelines.errors import UserError
+
+    if not re.fullmatch(r"[\w.-]+", given):
+        raise UserError(f"{given!r} is not a job's id: it is what `dspark submit` printed, such as dspark-0123456789ab")
+    return given
+
+
+@contextmanager
+def _interrupted(text: str) -> Iterator[None]:
+    """What Ctrl-C has stopped here, and how it stands with the job, which it does not reach."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(text) from None
 
 
 def submit(
@@ -51,9 +78,20 @@ def submit(
 ) -> None:
     """Send `dspark run CONFIG` to a Ray cluster; prints the job's id."""
     head = _address(address)
+    from cluster import jobs
     from pipelines.submission import submit_run
 
-    job = submit_run(config, overrides or [], head, redo=redo, refit=refit or None)
+    job = jobs.new_id()
+    with _interrupted(f"interrupted while submitting: `dspark status {job}` says whether the job has arrived"):
+        submit_run(
+            config,
+            overrides or [],
+            head,
+            job=job,
+            redo=redo,
+            refit=refit or None,
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+        )
     print(json.dumps({"job": job}) if as_json else job, flush=True)
     if follow:
         logs(job, address=head, follow=True)
@@ -61,10 +99,11 @@ def submit(
 
 def status(job: JobArgument, address: AddressOption = "", as_json: JsonOption = False) -> None:
     """Whether a submitted run is waiting, running, done or failed."""
-    head = _address(address)
+    job, head = _job(job), _address(address)
     from cluster import jobs
 
-    state, message = jobs.status(job, address=head), jobs.message(job, address=head)
+    with _interrupted("interrupted; the job is as it was"):
+        state, message = jobs.status(job, address=head), jobs.message(job, address=head)
     if as_json:
         print(json.dumps({"job": job, "status": state, "message": message}))
     else:
@@ -77,11 +116,15 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", help="Go on until the job ends.")] = False,
 ) -> None:
     """The log of a submitted run; with --follow, exit code 1 if it did not succeed."""
-    head = _address(address)
+    job, head = _job(job), _address(address)
     from cluster import jobs
 
-    for piece in jobs.logs(job, address=head, follow=follow):
-        print(piece, end="", flush=True)
+    with _interrupted(
+        f"the log is no longer followed; the job goes on (`dspark logs {job} --follow` follows it, `dspark stop {job}` "
+        "ends it)"
+    ):
+        for piece in jobs.logs(job, address=head, follow=follow):
+            print(piece, end="", flush=True)
     if follow and (state := jobs.status(job, address=head)) != "SUCCEEDED":
         print(f"the job is {state}: {jobs.message(job, address=head)}", file=sys.stderr)
         raise typer.Exit(1)
@@ -89,10 +132,12 @@ def logs(
 
 def stop(job: JobArgument, address: AddressOption = "") -> None:
     """Stop a submitted run; what is complete stays, and submitting it again goes on."""
-    head = _address(address)
+    job, head = _job(job), _address(address)
     from cluster import jobs
 
-    if jobs.stop(job, address=head):
+    with _interrupted(f"interrupted; `dspark status {job}` says whether the job was stopped"):
+        stopping = jobs.stop(job, address=head)
+    if stopping:
         print("stopping; submit the same run again to go on")
     else:
         print(f"it had ended already: {jobs.status(job, address=head)}")

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pipelines.errors import UserError
+from pipelines.submission import require_variables
 
 if TYPE_CHECKING:
     from pipelines.run import Run
@@ -22,6 +23,10 @@ Resources = Mapping[str, float]  # of a node, as Ray names them: CPU, GPU
 
 def check_start(run: Run, wanted: Sequence[str], *, redo: bool) -> None:
     """Raises UserError for what a stage or its workers could not do, and for places and inputs that are not theirs."""
+    from cluster.session import inside_ray_job
+
+    if inside_ray_job():
+        require_variables(run.settings.cluster.env_vars)
     for name in wanted:
         if (check := getattr(run.stages[name].load(), "check", None)) is not None:
             check(run.settings)

@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from storage.files.masking import mask
+
 PACKAGES = (
     "dspark",
     "torch",
@@ -33,7 +35,7 @@ def collect(seed: int | None = None) -> dict[str, Any]:
     """One JSON object that says what ran, on what, when. Imports none of the packages it names."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": sys.argv,
+        "command": [mask(word) for word in sys.argv],
         "working_directory": os.getcwd(),
         "seed": seed,
         "code": code_revision(),

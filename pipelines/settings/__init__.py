@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipelines.plugins import load_plugins
-from pipelines.settings.errors import explain
+from pipelines.settings.errors import explain, refuse_secrets
 from pipelines.settings.recipes import with_recipe
 from pipelines.settings.schema import Settings
 from pipelines.settings.yaml import Document, apply_overrides, read_document
@@ -36,6 +36,7 @@ def settings_from_dict(values: dict[str, Any], source: str = "run.json") -> Sett
 
 def check_settings(document: Document) -> Settings:
     """Validate; raises UserError naming for each fault the place, the nearest valid key or what was expected."""
+    refuse_secrets(document)
     plugins = document.values.get("plugins")
     if isinstance(plugins, list) and all(isinstance(plugin, str) for plugin in plugins):
         load_plugins(plugins)

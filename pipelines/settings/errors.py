@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipelines.errors import UserError
 from pipelines.settings.yaml import COMMAND_LINE, Document, dotted_name
+from storage.files import masking
 
 CONSTANT = (
     "calibrate.bins",
@@ -67,6 +68,25 @@ def refuse_older_run(values: Mapping[str, Any], source: str) -> None:
                 f"{source} is of a run by an earlier version ({old} is now {new}): finish it with that version, set "
                 "another run.directory, or remove this folder and run again"
             )
+
+
+def refuse_secrets(document: Document) -> None:
+    """Raises UserError for a password or token in a value: settings are written into records, reports and trackers."""
+
+    def look(value: Any, path: tuple[int | str, ...]) -> None:
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                look(inner, (*path, str(key)))
+        elif isinstance(value, list):
+            for index, inner in enumerate(value):
+                look(inner, (*path, index))
+        elif isinstance(value, str) and (found := masking.find(value)) is not None:
+            raise UserError(
+                f"{masking.mask(document.place_of(path))}: {dotted_name(path)} is {masking.mask(value)!r}, which holds "
+                f"{found}; settings are kept in the run's records, so take it out, and {masking.cure(value)}"
+            )
+
+    look(document.values, ())
 
 
 def explain(error: ValidationError, document: Document, model: type[BaseModel]) -> UserError:

@@ -411,6 +411,9 @@ class ClusterSettings(Section):
     gpus_per_worker: NonNegative = 0.0
     threads_per_worker: Positive | None = None  # of torch; null: the worker's CPUs
     working_dir: str = "."  # what a submitted job takes along
+    max_upload_bytes: Annotated[int, Field(ge=1, le=500 * 2**20)] = 100 * 2**20  # of it; Ray takes no more than 500 MiB
+    # Variables of this machine that a submitted job gets. Of one with a secret only the name goes: the cluster has it.
+    env_vars: tuple[str, ...] = ("WANDB_MODE", "HF_ENDPOINT", "HF_HUB_OFFLINE", "AWS_ENDPOINT_URL", "AWS_REGION")
     python: str = "python"  # the interpreter on the cluster's head that has this project's packages
 
 

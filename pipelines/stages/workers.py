@@ -39,17 +39,20 @@ def open_target(settings: Settings, facts: TargetFacts) -> Target:
 @contextmanager
 def session(settings: Settings, logs: str) -> Iterator[None]:
     """The run's Ray session; `logs` is where Ray's own logs go when something fails."""
-    from cluster.session import ray_session
+    from cluster.session import ClusterLost, ray_session
 
     cluster = settings.cluster
-    with ray_session(
-        cluster.address,
-        num_cpus=cluster.num_cpus,
-        num_gpus=cluster.num_gpus,
-        object_store_bytes=cluster.object_store_bytes,
-        directory=None if "://" in logs else logs,
-    ):
-        yield
+    try:
+        with ray_session(
+            cluster.address,
+            num_cpus=cluster.num_cpus,
+            num_gpus=cluster.num_gpus,
+            object_store_bytes=cluster.object_store_bytes,
+            directory=None if "://" in logs else logs,
+        ):
+            yield
+    except ClusterLost as lost:
+        raise UserError(str(lost)) from lost
 
 
 def on_pool(

@@ -4,8 +4,9 @@ A file appears under its name either whole or not at all. Locally that takes a t
 object store it is written to a local temporary file first, and uploaded when it is whole. What an object store answers
 with an error is tried again with growing pauses; the error that remains names the file and how often it was tried.
 
-Credentials come from the environment as the stores' own tools read them. `AWS_ENDPOINT_URL`, or the query of the URL
-(`s3://bucket/path?endpoint_override=host:port&scheme=http`; the same for `gs://`), leads to another server.
+Credentials come from the environment as the stores' own tools read them; in a URL they are refused.
+`AWS_ENDPOINT_URL`, or the query of the URL (`s3://bucket/path?endpoint_override=host:port&scheme=http`; the same for
+`gs://`), leads to another server.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from storage.errors import StorageError, StorageFull, UnsafeName
+from storage.files.masking import mask, refuse
 from storage.files.names import checked_name, path_inside
 
 TEMPORARY_SUFFIX = ".writing"
@@ -45,13 +47,14 @@ class Folder:
     def __init__(self, url: str | os.PathLike[str]) -> None:
         self.url = os.fspath(url)
         if "://" in self.url:
+            refuse(self.url, "the address")
             try:
                 self._fs, self._path = pafs.FileSystem.from_uri(_with_short_retries(self.url))
             except (pa.ArrowInvalid, OSError) as error:  # no such scheme; no such bucket, or no way to its store
-                shown = f"cannot open {_without_secrets(self.url)!r}: {_without_secrets(str(error))}"
+                shown = f"cannot open {mask(self.url)!r}: {mask(str(error))}"
                 raise StorageError(f"{shown}; expected a local path, s3://... or gs://...") from error
             if ".." in self._path.split("/"):
-                raise StorageError(f"{_without_secrets(self.url)}: a store has no folder above another; leave `..` out")
+                raise StorageError(f"{mask(self.url)}: a store has no folder above another; leave `..` out")
         else:
             self._fs, self._path = pafs.LocalFileSystem(), os.path.abspath(os.path.expanduser(self.url))
         self._path = self._path.rstrip("/") or "/"
@@ -64,7 +67,7 @@ class Folder:
         self.__init__(state["url"])  # type: ignore[misc]
 
     def __str__(self) -> str:
-        return _without_secrets(self.url)
+        return mask(self.url)
 
     def full(self, name: str) -> str:
         """The path of `name` on this folder's file system. UnsafeName for one that would climb out of the folder."""
@@ -117,7 +120,7 @@ class Folder:
 
     def describe(self, name: str) -> str:
         """The place of `name` for a message: without secrets."""
-        return _without_secrets(self.location(name))
+        return mask(self.location(name))
 
     def files(self, name: str = "", *, recursive: bool = True) -> dict[str, int]:
         """Files below `name` with their sizes in bytes, sorted by name; temporary ones included."""
@@ -175,11 +178,11 @@ class Folder:
             try:
                 return request()
             except final as error:
-                reason = _without_secrets(str(error))
+                reason = mask(str(error))
                 raise type(error)(error.errno, f"{self.describe(name)}: {reason}") from error
             except (OSError, pa.ArrowInvalid) as error:  # the latter is what a store says of a broken-off upload
                 if attempt == ATTEMPTS:
-                    reason = _without_secrets(str(error))
+                    reason = mask(str(error))
                     raise OSError(f"{self.describe(name)}: no success in {ATTEMPTS} attempts: {reason}") from error
             time.sleep(PAUSE * 2 ** (attempt - 1))
         raise AssertionError
@@ -352,8 +355,3 @@ def _with_short_retries(url: str) -> str:
     if not url.startswith(("gs://", "gcs://")) or "retry_limit_seconds=" in url:
         return url
     return f"{url}{'&' if '?' in url else '?'}retry_limit_seconds={GCS_RETRY_SECONDS}"
-
-
-def _without_secrets(text: str) -> str:
-    """URLs without the credentials that may stand in them."""
-    return re.sub(r"(?<=://)[^/@\s]+@", "***@", re.sub(r"\?\S*", "", text) if "://" in text else text)
