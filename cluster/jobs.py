@@ -36,7 +36,6 @@ from cluster.session import (
 
 HEAD_PATIENCE = 120.0  # seconds for a head to be ready once it answers
 FINISHED = ("SUCCEEDED", "FAILED", "STOPPED")
-MOST_BYTES = 500 * 1024**2  # Ray takes no larger working directory
 # Patterns as of .gitignore. First what a checkout holds beside its sources, and what a job does not need; then where
 # people keep keys and passwords.
 NOT_SENT = (
