@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
-from pipelines.data.chat import generated_sample, render_prompt, thinks
+from pipelines.data.chat import generated_sample, make_request, render_turn, thinks
 from pipelines.data.conversations import Prompt
 from pipelines.errors import UserError
 from pipelines.progress import Reporter, byte_size, duration
@@ -67,7 +67,7 @@ def make_plan(settings: Settings, reporter: Reporter, *, rows: int) -> dict[str,
     decode_speed = None
     if recorded is None:
         sample = spread(prompts, rows)
-        answers, decode_speed = _answers(settings, target, sample, facts.stop_token_ids, reporter)
+        answers, decode_speed = _answers(settings, target, sample, facts, reporter)
         lengths, exact = [len(answer.ids) for answer in answers], False
         total_tokens = round(mean(lengths) * len(prompts))
     else:
@@ -133,24 +133,19 @@ def _recorded(settings: Settings) -> list[Answer] | None:
 
 
 def _answers(
-    settings: Settings, target: Target, prompts: Sequence[Prompt], stop: Sequence[int], reporter: Reporter
+    settings: Settings, target: Target, prompts: Sequence[Prompt], facts: TargetFacts, reporter: Reporter
 ) -> tuple[list[Answer], float]:
     """The target's own answers to the sample's first questions, and tokens written a second."""
-    from dspark.decoding.decoder import Decoder, Request, SamplingConfig
+    from dspark.decoding.decoder import Decoder, SamplingConfig
 
     wanted, seed = settings.regenerate, settings.run.seed
     requests = [
-        Request(
-            request_id=prompt.prompt_id,
-            prompt_ids=render_prompt(
-                target.tokenizer,
-                prompt.messages,
-                thinking=thinks(settings.target.thinking, seed, prompt.prompt_id),
-                row=prompt.prompt_id,
-            ),
-            max_new_tokens=wanted.max_new_tokens,
-            stop_token_ids=frozenset(stop),
-            seed=seed,
+        make_request(
+            prompt.prompt_id,
+            render_turn(target.tokenizer, prompt, prompt.messages, settings),
+            wanted.max_new_tokens,
+            facts,
+            seed,
         )
         for prompt in prompts
     ]

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from datetime import datetime
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -59,7 +60,8 @@ class Stage:
         return cast(StageModule, import_module(self.module))
 
 
-RECORD_KEYS = ("stage", "identity", "complete", "seconds", "result", "fields")  # of stages/NAME.json
+RECORD_KEYS = {"stage": str, "identity": str, "complete": bool, "seconds": float, "result": dict, "fields": dict}
+SUMMARY_KEYS = {"uid": str, "settings": dict, "stages": dict, "invocations": list}  # of run.json
 STAGES = {
     stage.name: stage
     for stage in (
@@ -132,11 +134,27 @@ class Run:
     """A run directory seen through its settings: where outputs are, and which identity each should have."""
 
     def __init__(self, settings: Settings, *, stages: dict[str, Stage] | None = None) -> None:
-        self.settings = settings
-        self.stages = stages_of(settings) if stages is None else stages
         self.directory = RunDirectory(settings.run.directory)
+        self.settings = settings = self._with_render_time(settings)
+        self.stages = stages_of(settings) if stages is None else stages
         self._fields: dict[str, dict[str, Any]] = {}
         self.tracker: Tracker | None = None  # of the stage that is being done
+
+    def _with_render_time(self, settings: Settings) -> Settings:
+        """The settings with one time for all prompts: theirs, or when the run first began."""
+        if settings.data.render_time is not None:
+            return settings
+        before = (self._summary().get("settings") or {}).get("data") or {}
+        try:
+            time = datetime.fromisoformat(before.get("render_time") or datetime.now().isoformat(timespec="seconds"))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise UserError(f"{self.directory.location('run.json')}: data.render_time is no time ({error})") from None
+        data = settings.data.model_copy(update={"render_time": time})
+        return settings.model_copy(update={"data": data})
+
+    def _summary(self) -> dict[str, Any]:
+        """What `run.json` says; nothing where there is none yet."""
+        return self.directory.read_json("run.json", SUMMARY_KEYS) or {}
 
     def location(self, stage: str) -> str:
         """Path or URL of a stage's output folder."""
@@ -156,7 +174,7 @@ class Run:
 
     def record(self, stage: str) -> dict[str, Any] | None:
         """What is known of a stage's output; None where there is no output."""
-        record = self.directory.read_json(_record_name(stage), needs=RECORD_KEYS)
+        record = self.directory.read_json(_record_name(stage), RECORD_KEYS)
         if record is None or self.directory.is_empty(self.stages[stage].output):
             return None
         drafter = self.stages[stage].drafter
@@ -254,7 +272,7 @@ class Run:
 
     def _bring_back(self, stage: str) -> None:
         kept = _kept_name(stage, self.identity(stage))
-        record = self.directory.read_json(f"{kept}/stage.json")
+        record = self.directory.read_json(f"{kept}/stage.json", RECORD_KEYS)
         if record is None or record["identity"] != self.identity(stage) or self.directory.is_empty(f"{kept}/output"):
             return
         self.directory.write_json(_record_name(stage), {**record, "complete": False})
@@ -284,15 +302,13 @@ class Run:
 
     def uid(self) -> str:
         """Eight hex digits that tell this run directory from any other; drawn once and kept in `run.json`."""
-        summary = self.directory.read_json("run.json")
-        if summary is None or not summary.get("uid"):
+        if not self._summary():
             self.write_summary()
-            return self.uid()
-        return str(summary["uid"])
+        return str(self._summary()["uid"])
 
     def write_summary(self, provenance: dict[str, Any] | None = None) -> None:
         """Write `run.json`: settings as resolved, provenance of each invocation, and the state of every stage."""
-        before = self.directory.read_json("run.json") or {}
+        before = self._summary()
         invocations = before.get("invocations", [])
         if provenance is not None:
             invocations = [*invocations, provenance][-20:]
@@ -399,11 +415,11 @@ def open_run(directory: str, overrides: Sequence[str] = ()) -> Run:
     from pipelines.settings.yaml import Document, apply_overrides
 
     there = RunDirectory(directory)
-    summary = there.read_json("run.json", needs=("settings",))
+    summary = there.read_json("run.json", SUMMARY_KEYS)
     if summary is None:
         raise UserError(f"{directory} is not a run directory: there is no run.json in it")
     refuse_older_run(summary["settings"], there.location("run.json"))
-    values = {**summary["settings"], "run": {**summary["settings"].get("run", {}), "directory": directory}}
+    values = {**summary["settings"], "run": {**(summary["settings"].get("run") or {}), "directory": directory}}
     document = Document(values, source=there.location("run.json"))
     apply_overrides(document, overrides)
     return Run(check_settings(document))

@@ -12,12 +12,14 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pipelines.errors import UserError
+from pipelines.json_files import parse_json
 from storage.files.filesystems import Folder
 
 _locked_here: set[str] = set()
@@ -28,6 +30,8 @@ class RunDirectory:
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
         self.url = os.fspath(url).rstrip("/")
+        if not self.url or "\0" in self.url:
+            raise UserError(f"run.directory: {os.fspath(url)!r} is no place for a run; set it to a folder of its own")
         self.folder = Folder(self.url)
 
     @property
@@ -49,22 +53,25 @@ class RunDirectory:
     def exists(self, name: str) -> bool:
         return self.folder.exists(name)
 
-    def read_json(self, name: str, needs: tuple[str, ...] = ()) -> dict[str, Any] | None:
-        """The object in a JSON file; None where there is no file. Raises UserError for one without a key it `needs`."""
+    def read_json(self, name: str, needs: Mapping[str, type] = MappingProxyType({})) -> dict[str, Any] | None:
+        """The object in a JSON file; None where there is no file.
+
+        Raises UserError for a file that cannot be read, or lacks one of the keys it `needs` with a value of its kind.
+        """
         if not self.folder.exists(name):
             return None
+        cure = "restore it, or set another run.directory"
         try:
-            value = json.loads(self.folder.read(name))
-        except (ValueError, RecursionError, OSError) as error:
-            raise UserError(
-                f"{self.location(name)} is not valid JSON ({error or type(error).__name__}); remove it or restore it"
-            ) from None
+            value = parse_json(self.folder.read(name), self.location(name))
+        except UserError as error:
+            raise UserError(f"{error}; {cure}") from None
+        except OSError as error:
+            raise UserError(f"{self.location(name)} cannot be read ({error}); {cure}") from None
         if not isinstance(value, dict):
-            raise UserError(f"{self.location(name)} does not hold a JSON object; remove it or restore it")
-        if missing := [key for key in needs if key not in value]:
-            raise UserError(
-                f"{self.location(name)} lacks {', '.join(missing)}; restore it, or set another run.directory"
-            )
+            raise UserError(f"{self.location(name)} does not hold a JSON object; {cure}")
+        kinds = {key: (int, float) if kind is float else kind for key, kind in needs.items()}
+        if wrong := [key for key, kind in kinds.items() if not isinstance(value.get(key), kind)]:
+            raise UserError(f"{self.location(name)} lacks {', '.join(wrong)}, or they are of another kind; {cure}")
         return value
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:

@@ -6,13 +6,9 @@ with `turns` as the source instead, or a folder of such files, named like the be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 from typing import Any
-
-from pipelines.errors import UserError
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 PROGRAMMER = (
@@ -106,48 +102,3 @@ BENCHMARKS = {
         turns=lambda row: [row["prompt"]],
     ),
 }
-
-
-def open_benchmark(
-    name: str, revision: str | None, folder: str | None = None
-) -> tuple[Iterator[tuple[str, dict[str, Any]]], dict[str, Any]]:
-    """(place, row with `turns`) pairs, and what the benchmark resolved to: a hub commit, or the hash of a local file.
-
-    With `folder` the rows come from its NAME.jsonl, which has `turns`. Raises UserError: no such benchmark or file.
-    """
-    from difflib import get_close_matches
-
-    from pipelines.data.conversations import file_sha256, open_hub_dataset, read_jsonl
-
-    if name not in BENCHMARKS:
-        close = get_close_matches(name, BENCHMARKS, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise UserError(f"there is no benchmark {name!r}; {hint}known are {', '.join(BENCHMARKS)}")
-    wanted = BENCHMARKS[name]
-    if folder is not None:
-        path = Path(folder).expanduser() / f"{name}.jsonl"
-        if not path.is_file():
-            raise UserError(
-                f"benchmark:{name} is to be read from {path}, which does not exist; see the source's `folder`"
-            )
-        found = {"name": name, "domain": wanted.domain, "sha256": file_sha256(path)}
-        return _with_domain(islice(read_jsonl(path), wanted.count), wanted.domain), found
-    options = {"data_files": {wanted.split: wanted.data_files}} if wanted.data_files else {}
-    rows, revision = open_hub_dataset(wanted.dataset, wanted.subset, wanted.split, revision, **options)
-    facts = {"name": name, "domain": wanted.domain, "dataset": wanted.dataset, "revision": revision}
-    return _as_turns(islice(rows, wanted.count), wanted), facts
-
-
-def _with_domain(rows: Iterator[tuple[str, dict[str, Any]]], domain: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for place, row in rows:
-        yield place, {"domain": domain, **row}
-
-
-def _as_turns(rows: Iterator[tuple[str, dict[str, Any]]], benchmark: Benchmark) -> Iterator[tuple[str, dict[str, Any]]]:
-    for place, row in rows:
-        try:
-            yield place, {"turns": benchmark.turns(row), "domain": benchmark.domain}
-        except KeyError as error:
-            raise UserError(
-                f"{place} has no column {error}; it has {', '.join(row)}: set the source's revision to one that has it"
-            ) from None

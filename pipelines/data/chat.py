@@ -1,13 +1,17 @@
-"""Conversations as token ids, by the target's own chat template, and which of them are supervised.
+"""Conversations as token ids, by the target's own chat template.
 
 Rendering and tokenising are one call to the template, so a BOS token that the template writes comes once. Tokens that
-the generation prompt supplies (an empty `<think></think>` among them) belong to the prompt and are never supervised.
+the generation prompt supplies (an empty `<think></think>` among them) belong to the prompt and are never labels.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import zlib
 from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipelines.errors import UserError
@@ -15,8 +19,26 @@ from pipelines.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, str]
+    from pipelines.data.conversations import Prompt
+    from pipelines.settings.schema import Settings
+    from pipelines.target_facts import TargetFacts
+
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]
+CLOCK = "strftime_now"  # what a chat template calls to learn the date
+DIRECTIVES = [*(f"%-{letter}" for letter in "dmHIMSjy"), *(f"%{letter}" for letter in "aAbBcdHIjmMpSUwWxXyYZz")]
+# `strftime_now` as a macro: the format with every directive replaced. The line's end is no part of the template.
+MACRO = (
+    "{%- macro strftime_now(format) -%}{%- set found = namespace(text=format) -%}"
+    "{%- for directive, value in TABLE.items() -%}"
+    "{%- set found.text = found.text | replace(directive, value) -%}{%- endfor -%}"
+    "{{- found.text -}}{%- endmacro %}\n"
+)
+
+
+class TemplateRefuses(UserError):
+    """The chat template raises for this conversation."""
 
 
 def thinks(mode: Literal["off", "on", "mixed"], seed: int, prompt_id: str) -> bool:
@@ -37,111 +59,139 @@ def require_thinking_switch(tokenizer: PreTrainedTokenizerBase, mode: Literal["o
         )
 
 
-def render_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, thinking: bool, row: str = "this row"
-) -> list[int]:
-    """Token ids up to where the target begins to answer. Raises UserError when there is no template, or it refuses."""
-    return _render(tokenizer, messages, thinking=thinking, row=row, add_generation_prompt=True)
-
-
-def _render(
+def render_text(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     *,
     thinking: bool,
-    row: str,
-    add_generation_prompt: bool,
-) -> list[int]:
+    row: str = "this row",
+    tools: Tools = (),
+    now: datetime | None = None,
+    tokenize: bool = False,
+) -> Any:
+    """The conversation up to where the target begins to answer, as the template writes it.
+
+    Args:
+        row: the conversation's place, for messages.
+        tools: JSON schemas, for templates that show them.
+        now: what the template takes for the time; None asks the clock.
+        tokenize: give its token ids instead.
+
+    Raises:
+        UserError: there is no template, or (TemplateRefuses) it refuses the conversation.
+    """
+    from jinja2.exceptions import TemplateError
+
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"{_template(tokenizer)} has no chat template; use an instruction-tuned target, or add one to it"
         )
-    from jinja2.exceptions import TemplateError
-
+    schemas: Any = [dict(tool) for tool in tools] or None
+    template = tokenizer.get_chat_template(None, schemas)
     try:
-        ids: Any = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             [dict(message) for message in messages],
-            tokenize=True,
+            tools=schemas,
+            chat_template=template if now is None or CLOCK not in template else _clock(now) + template,
+            tokenize=tokenize,
             return_dict=False,
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=True,
             enable_thinking=thinking,
         )
-    except TemplateError as error:
-        raise UserError(
+    except (TemplateError, TypeError) as error:  # TypeError: the template adds up what this row lacks
+        raise TemplateRefuses(
             f"{row}: the chat template of {_template(tokenizer)} refuses this conversation: {error}"
         ) from error
-    found = [int(token) for token in ids]
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, row: str = "this row", **options: Any
+) -> list[int]:
+    """The token ids of what `render_text` gives."""
+    found = [int(token) for token in render_text(tokenizer, messages, row=row, tokenize=True, **options)]
     bos = tokenizer.bos_token_id
     if bos is not None and found[:2] == [bos, bos]:
         raise UserError(f"{row}: the chat template of {_template(tokenizer)} begins with two BOS tokens ({bos})")
     return found
 
 
-def supervised_spans(
+def render_turn(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
+    prompt: Prompt,
+    said: Sequence[Message],
+    settings: Settings,
     *,
-    stop_token_ids: frozenset[int],
-    thinking: bool,
-    row: str = "this row",
-) -> tuple[list[int], list[Span]]:
-    """Ids [S] of a whole conversation and its answers as half-open spans, the stop token included.
+    tokenize: bool = True,
+) -> Any:
+    """Ids (or text) of a prompt's conversation so far, rendered as everything in this run is."""
+    render = render_prompt if tokenize else render_text
+    return render(
+        tokenizer,
+        said,
+        thinking=thinks(settings.target.thinking, settings.run.seed, prompt.prompt_id),
+        row=prompt.place or prompt.prompt_id,
+        tools=prompt.tools,
+        now=settings.data.render_time,
+    )
 
-    Each answer is found by rendering the conversation up to it. Raises UserError, naming row and template, when no
-    token or every token is supervised, or when the template rewrites what went before.
+
+def make_request(request_id: str, ids: list[int], max_new_tokens: int, facts: TargetFacts, seed: int) -> Any:
+    """A decoding request whose random draws depend on the run's seed and its own id alone.
+
+    It asks for no more tokens than the target's context has room for.
     """
-    ids = _render(tokenizer, messages, thinking=thinking, row=row, add_generation_prompt=False)
-    spans = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = _render(tokenizer, messages[:index], thinking=thinking, row=row, add_generation_prompt=False)
-        opened = render_prompt(tokenizer, messages[:index], thinking=thinking, row=row)
-        if ids[: len(before)] != before:
-            raise UserError(
-                f"{row}: the chat template of {_template(tokenizer)} writes message {index} differently once more "
-                "follows, so answers cannot be located; let the target write its own answers (`dspark regenerate`)"
-            )
-        start = max(len(before), _common_prefix(ids, opened))
-        stop = next((at for at in range(start, len(ids)) if ids[at] in stop_token_ids), None)
-        if stop is None and index + 1 < len(messages):
-            raise UserError(
-                f"{row}: {_template(tokenizer)} writes no stop token after answer {index}, so its end is unknown"
-            )
-        end = len(ids) if stop is None else stop + 1
-        if end > start:
-            spans.append((start, end))
-    check_spans(spans, len(ids), row=row, template=_template(tokenizer))
-    return ids, spans
+    from dspark.decoding.decoder import Request
+
+    room = max_new_tokens if facts.max_positions is None else facts.max_positions - len(ids)
+    return Request(
+        request_id=request_id,
+        prompt_ids=ids,
+        max_new_tokens=max(1, min(max_new_tokens, room)),
+        stop_token_ids=frozenset(facts.stop_token_ids),
+        seed=zlib.crc32(f"{seed}/{request_id}".encode()),
+    )
 
 
-def check_spans(spans: Sequence[Span], length: int, *, row: str, template: str) -> None:
-    """Raises UserError unless some tokens are supervised and some are not."""
-    supervised = sum(end - start for start, end in spans)
-    if supervised == 0:
-        raise UserError(f"{row}: no token is supervised under {template}; the row has no answer")
-    if supervised == length:
-        raise UserError(f"{row}: every token is supervised under {template}; the row has no prompt")
+def reads_the_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether prompts depend on when they are rendered."""
+    return CLOCK in json.dumps(getattr(tokenizer, "chat_template", None) or "")
+
+
+@lru_cache(maxsize=4)
+def _clock(now: datetime) -> str:
+    table = {directive: now.strftime(directive) for directive in DIRECTIVES}
+    return MACRO.replace("TABLE", json.dumps({"%%": "\0", **table, "\0": "%"}))
+
+
+def answer_message(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    stop_token_ids: Sequence[int],
+    tools: Tools = (),
+) -> Message:
+    """The target's answer as a message, for the next turn; in parts where the tokenizer says how to tell them apart."""
+    if getattr(tokenizer, "response_template", None):
+        try:
+            parsed = tokenizer.parse_response(list(output_ids), prefix=list(prompt_ids), tools=[dict(t) for t in tools])
+            return {"role": "assistant", "content": "", **parsed}
+        except (ValueError, TypeError, KeyError):  # an answer that was cut, or goes wrong: as it is
+            pass
+    kept = output_ids[:-1] if output_ids and output_ids[-1] in stop_token_ids else output_ids
+    return {"role": "assistant", "content": tokenizer.decode(list(kept))}
 
 
 def generated_sample(
     prompt_ids: Sequence[int], response_ids: Sequence[int], max_length: int, *, row: str = "this row"
 ) -> tuple[list[int], list[Span]]:
-    """Ids and the one supervised span of an answer that the target wrote, cut to `max_length`.
+    """Ids and the one span of labels of an answer that the target wrote, cut to `max_length`.
 
-    What is kept of the answer stays supervised. The span is empty (no span) when the prompt alone fills the length.
+    What is kept of the answer stays a label. The span is empty (no span) when the prompt alone fills the length.
     """
     if not prompt_ids:
         raise UserError(f"{row}: there is no prompt before the answer, so every token would be supervised")
     ids = [*prompt_ids, *response_ids][:max_length]
     return ids, [(len(prompt_ids), len(ids))] if len(ids) > len(prompt_ids) else []
-
-
-def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    for index, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            return index
-    return min(len(one), len(other))
 
 
 def _template(tokenizer: PreTrainedTokenizerBase) -> str:

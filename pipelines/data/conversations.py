@@ -1,52 +1,81 @@
 """Prompts: where they come from, what they say, and which split they belong to.
 
-A row has `conversations` (`role`/`content`, or ShareGPT's `from`/`value`) or `turns` (the user's words, in order).
-Answers in a row are not read: the target writes its own. Rows without a prompt are skipped and counted; a line that
-cannot be read is an error.
+A row has `conversations` or `messages` (`role`/`content`, or ShareGPT's `from`/`value`), or `turns` (the user's words,
+in order); beside them it may have `id`, `domain` and `tools`. A column that is null is one that is not there. Answers
+in a row are not read: the target writes its own. A row without a question is left out and counted; one that cannot be
+read is an error, or left out and counted too (`data.on_bad_row`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from pipelines.data.benchmarks import BENCHMARKS, Benchmark
 from pipelines.errors import UserError
+from pipelines.json_files import parse_json, parse_row, read_lines
 from pipelines.settings.schema import PromptSource
 
-Message = dict[str, str]
-ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+Message = dict[str, Any]
+Row = tuple[str, dict[str, Any] | UserError]  # its place, and what it holds or why it cannot be read
+ROLES = {
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
+    "system": "system",
+}
 DEMONSTRATION, HUB, BENCHMARK = "demonstration:", "hub:", "benchmark:"
+NO_QUESTION, BAD_ROW = "left out: no question", "left out: could not be read"
+IN_ANOTHER_SPLIT = "left out: a question stands in the calibration or evaluation prompts"
+CUT_AT_TOOL = "cut before a tool's result, which the target's own answer did not ask for"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What is asked: `messages` up to the first question, and the user's `later_turns`, asked one answer at a time."""
+    """What is asked. Each of `turns` is what is said before one answer: a question, and system messages before it."""
 
     prompt_id: str
     domain: str
     split: str
-    messages: tuple[Message, ...]
-    later_turns: tuple[str, ...] = ()
+    turns: tuple[tuple[Message, ...], ...]
+    tools: tuple[dict[str, Any], ...] = ()  # JSON schemas, for the chat template
+    place: str = field(default="", compare=False)  # file:line, for messages
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """Up to the first question."""
+        return self.turns[0]
+
+    @property
+    def questions(self) -> list[str]:
+        """Every question, without what spaces and capitals make different."""
+        return [" ".join(turn[-1]["content"].split()).lower() for turn in self.turns]
+
+    def request_id(self, turn: int) -> str:
+        """The name of the answer to a turn, counted from 0; `read_prompts` refuses ids that would share one."""
+        return self.prompt_id if turn == 0 else f"{self.prompt_id}/turn-{turn + 1}"
 
     def to_row(self) -> dict[str, Any]:
         """The row of a prompts file; `prompt_from_row` reads it back."""
-        later = [{"role": "user", "content": turn} for turn in self.later_turns]
-        conversations = [*self.messages, *later]
-        return {"id": self.prompt_id, "domain": self.domain, "split": self.split, "conversations": conversations}
+        row = {"id": self.prompt_id, "domain": self.domain, "split": self.split}
+        said = {"conversations": [message for turn in self.turns for message in turn]}
+        return {**row, **said, **({"tools": list(self.tools)} if self.tools else {})}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSet:
-    """The prompts of one split, what was left out, and what each source resolved to."""
+    """The prompts of one split, the rows that were left out or changed (places by reason), and what each source is."""
 
     prompts: tuple[Prompt, ...]
-    skipped: Mapping[str, int] = field(default_factory=dict)
+    notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sources: tuple[Mapping[str, Any], ...] = ()
 
     @property
@@ -55,100 +84,197 @@ class PromptSet:
         text = "\n".join(json.dumps(prompt.to_row(), sort_keys=True, ensure_ascii=False) for prompt in self.prompts)
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def without(self, *held_out: PromptSet) -> PromptSet:
-        """Drops, and counts, the prompts whose first question stands in another set as well."""
-        known = {_question(prompt) for other in held_out for prompt in other.prompts}
-        kept = tuple(prompt for prompt in self.prompts if _question(prompt) not in known)
-        dropped = len(self.prompts) - len(kept)
-        if self.prompts and not kept:
+    def keep(self, why_not: Callable[[Prompt], str | None], reason: str) -> PromptSet:
+        """Those of which `why_not` says nothing; the others are noted under the reason, with what it says."""
+        found = [(prompt, why_not(prompt)) for prompt in self.prompts]
+        places = tuple(why for _, why in found if why is not None)
+        kept = tuple(prompt for prompt, why in found if why is None)
+        return replace(self, prompts=kept).noting(reason, places)
+
+    def noting(self, reason: str, places: Sequence[str]) -> PromptSet:
+        """The same with these places under the reason too."""
+        together = (*self.notes.get(reason, ()), *places)
+        return replace(self, notes={**self.notes, reason: together}) if together else self
+
+    def without(self, *others: PromptSet) -> PromptSet:
+        """Leaves out, and notes, the prompts with a question, at any turn, that is one of another set's as well."""
+        known = {question for other in others for prompt in other.prompts for question in prompt.questions}
+        kept = self.keep(lambda prompt: None if known.isdisjoint(prompt.questions) else prompt.place, IN_ANOTHER_SPLIT)
+        if self.prompts and not kept.prompts:
             raise UserError(
                 "every training prompt stands in the calibration or evaluation prompts too; give other sources"
             )
-        skipped = {**self.skipped, "stands in a held-out split": dropped} if dropped else self.skipped
-        return replace(self, prompts=kept, skipped=skipped)
+        return kept
 
 
-def _question(prompt: Prompt) -> str:
-    return " ".join(prompt.messages[-1]["content"].split()).lower()
-
-
-def read_prompts(sources: Sequence[PromptSource], split: str) -> PromptSet:
-    """Every prompt of these sources, in their order. Raises UserError: no such source, a bad line, nothing left."""
+def read_prompts(
+    sources: Sequence[PromptSource], split: str, on_bad_row: Literal["error", "skip"] = "error"
+) -> PromptSet:
+    """Every prompt of these sources, in their order. Raises UserError: no such source, a bad row, nothing left."""
     prompts: list[Prompt] = []
-    skipped: dict[str, int] = {}
+    notes: dict[str, list[str]] = {}
+    names: dict[str, str] = {}  # of every answer: where its prompt stands
+    same: Counter[str] = Counter()  # rows without an id that say the same
     resolved = []
     for source in sources:
         rows, facts = _open(source)
         before = len(prompts)
         stop = None if source.limit is None else source.skip + source.limit
-        for index, (place, row) in enumerate(islice(rows, source.skip, stop), start=source.skip):
-            prompt = prompt_from_row(row, place, split=split, default_id=f"{facts['name']}-{index:06d}")
-            if prompt is None:
-                skipped["no question"] = skipped.get("no question", 0) + 1
+        for place, row in islice(rows, source.skip, stop):
+            changes: list[str] = []
+            try:
+                if isinstance(row, UserError):
+                    raise row
+                prompt = prompt_from_row(row, place, split=split, note=changes.append)
+                if prompt is not None:
+                    if source.turns == "first" or (source.turns is None and source.source.startswith(BENCHMARK)):
+                        prompt = replace(prompt, turns=prompt.turns[:1])
+                    prompt = replace(prompt, domain=source.domain or str(_value(row, "domain") or facts["domain"]))
+                    if not prompt.prompt_id:
+                        prompt = replace(prompt, prompt_id=_name_by_content(prompt, facts["name"], same))
+                    _take_names(prompt, names)
+            except UserError as error:
+                notes.setdefault(BAD_ROW, []).append(str(bad_row(error, on_bad_row)))
                 continue
-            domain = source.domain or str(row.get("domain") or facts["domain"])
-            prompts.append(replace(prompt, domain=domain))
+            for change in changes:
+                notes.setdefault(change, []).append(place)
+            if prompt is not None:
+                prompts.append(prompt)
         if len(prompts) == before:
             raise UserError(
-                f"data.{split}: {source.source!r} gives no prompt (skip {source.skip}, limit {source.limit})"
+                f"data.{split}: {source.source!r} gives no prompt (skip {source.skip}, limit {source.limit}; "
+                f"{', '.join(f'{len(places)} {reason}' for reason, places in notes.items()) or 'it has no rows'})"
             )
         resolved.append({**source.model_dump(exclude_none=True), **facts, "prompts": len(prompts) - before})
-    _require_distinct_ids(prompts, split)
-    return PromptSet(prompts=tuple(prompts), skipped=skipped, sources=tuple(resolved))
+    places = {reason: tuple(found) for reason, found in notes.items()}
+    return PromptSet(prompts=tuple(prompts), notes=places, sources=tuple(resolved))
 
 
-def prompt_from_row(row: Mapping[str, Any], place: str, *, split: str, default_id: str = "") -> Prompt | None:
-    """The prompt in a row; None if it asks nothing. Raises UserError if it has the wrong form."""
-    messages = _messages(row, place)
-    first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
-    if first is None or not messages[first]["content"].strip():
+def bad_row(error: UserError, on_bad_row: Literal["error", "skip"]) -> UserError:
+    """The error, where bad rows are left out; raised with the cure where they are not."""
+    if on_bad_row == "skip":
+        return error
+    raise UserError(f"{error}\nMend the row, or leave such rows out with data.on_bad_row=skip.") from error
+
+
+def _name_by_content(prompt: Prompt, source: str, same: Counter[str]) -> str:
+    """An id that stays when other rows come or go."""
+    said = json.dumps([prompt.turns, prompt.tools], sort_keys=True, ensure_ascii=False)
+    name = f"{source}-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
+    same[name] += 1
+    return name if same[name] == 1 else f"{name}-{same[name]}"
+
+
+def _take_names(prompt: Prompt, names: dict[str, str]) -> None:
+    wanted = [prompt.request_id(turn) for turn in range(len(prompt.turns))]
+    if taken := [name for name in wanted if name in names]:
+        raise UserError(
+            f"{prompt.place}: two prompts have the id {taken[0]!r}, which an answer of {names[taken[0]]} has already; "
+            "ids must differ"
+        )
+    names.update(dict.fromkeys(wanted, prompt.place))
+
+
+def prompt_from_row(
+    row: Mapping[str, Any], place: str, *, split: str, note: Callable[[str], None] = lambda reason: None
+) -> Prompt | None:
+    """The prompt in a row; None if it asks nothing. Raises UserError if it has the wrong form.
+
+    Args:
+        note: receives what is left out of the row, or why all of it is.
+    """
+    turns: list[tuple[Message, ...]] = []
+    before: list[Message] = []
+    for message in _messages(row, place):
+        if message["role"] == "tool":
+            note(CUT_AT_TOOL)
+            break
+        if message["role"] != "assistant" and message["content"].strip():
+            before.append(message)
+        elif message["role"] == "user" and not turns:
+            break
+        if message["role"] == "user" and before:
+            turns.append(tuple(before))
+            before = []
+    if not turns:
+        note(NO_QUESTION)
         return None
-    later = [message["content"] for message in messages[first + 1 :] if message["role"] == "user"]
+    name = _value(row, "id")
     return Prompt(
-        prompt_id=str(row.get("id") or default_id),
-        domain=str(row.get("domain") or "general"),
+        prompt_id="" if name is None else str(name),
+        domain=str(_value(row, "domain") or "general"),
         split=split,
-        messages=tuple(message for message in messages[: first + 1] if message["role"] != "assistant"),
-        later_turns=tuple(turn for turn in later if turn.strip()),
+        turns=tuple(turns),
+        tools=_tools(row, place),
+        place=place,
     )
 
 
+def _value(row: Mapping[str, Any], *names: str) -> Any:
+    """The first of these columns that is there and not null."""
+    return next((row[name] for name in names if row.get(name) is not None), None)
+
+
 def _messages(row: Mapping[str, Any], place: str) -> list[Message]:
-    if "turns" in row:
-        turns = row["turns"]
+    if (turns := _value(row, "turns")) is not None:
         if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
             raise UserError(f"{place}: `turns` must be a list of texts, found {str(turns)[:80]!r}")
         return [{"role": "user", "content": turn} for turn in turns]
-    found = row.get("conversations", row.get("messages"))
+    found = _value(row, "conversations", "messages")
     if not isinstance(found, list):
         raise UserError(
             f"{place}: a row needs `conversations` or `turns`; it has {', '.join(map(str, row)) or 'nothing'}"
         )
-    messages = []
-    for message in found:
-        role, content = "", None
-        if isinstance(message, dict):
-            role = ROLES.get(str(message.get("role", message.get("from"))), "")
-            content = message.get("content", message.get("value"))
-        if not role or not isinstance(content, str):
-            raise UserError(
-                f"{place}: a message needs a role (system, user or assistant) and a text as content, found "
-                f"{str(message)[:80]!r}"
-            )
-        messages.append({"role": role, "content": content})
-    return messages
+    return [_message(message, place) for message in found]
 
 
-def _require_distinct_ids(prompts: Sequence[Prompt], split: str) -> None:
-    seen: set[str] = set()
-    for prompt in prompts:
-        if prompt.prompt_id in seen:
-            raise UserError(f"data.{split}: two prompts have the id {prompt.prompt_id!r}; ids must differ")
-        seen.add(prompt.prompt_id)
+def _message(found: Any, place: str) -> Message:
+    role = ROLES.get(str(_value(found, "role", "from")), "") if isinstance(found, dict) else ""
+    content = _text(_value(found, "content", "value")) if role else None
+    if role in ("assistant", "tool"):
+        content = ""  # not read
+    if content is None:
+        raise UserError(
+            f"{place}: a message needs a role (system, user, assistant or tool) and a text, or a list of texts, as "
+            f"content, found {str(found)[:80]!r}"
+        )
+    return {"role": role, "content": content}
 
 
-def _open(source: PromptSource) -> tuple[Iterator[tuple[str, dict[str, Any]]], dict[str, Any]]:
-    """(place, row) pairs, and what the source resolved to: `name`, `domain`, `revision` or `sha256`."""
+def _text(content: Any) -> str | None:
+    """A text, or text parts joined; None for anything else."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        return None
+    parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+    texts = [part for part in parts if isinstance(part, str)]
+    return "".join(texts) if len(texts) == len(parts) else None
+
+
+def _tools(row: Mapping[str, Any], place: str) -> tuple[dict[str, Any], ...]:
+    """The row's tools as JSON schemas; a data set may keep them as a text, and fill up their keys with nulls."""
+    tools = _value(row, "tools")
+    if isinstance(tools, str):
+        tools = parse_json(tools.encode(errors="surrogatepass"), f"{place}: `tools`") if tools.strip() else None
+    tools = [] if tools is None else _without_nulls(tools)
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"{place}: `tools` must be a list of JSON schemas, found {str(tools)[:80]!r}")
+    try:
+        json.dumps(tools)
+    except TypeError as error:
+        raise UserError(f"{place}: `tools` must be a list of JSON schemas: {error}") from None
+    return tuple(tools)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _open(source: PromptSource) -> tuple[Iterator[Row], dict[str, Any]]:
+    """The rows, and what the source resolved to: `name`, `domain`, `revision` or `sha256`."""
     text = source.source
     if text.startswith(DEMONSTRATION):
         split = text.removeprefix(DEMONSTRATION)
@@ -157,10 +283,8 @@ def _open(source: PromptSource) -> tuple[Iterator[tuple[str, dict[str, Any]]], d
             raise UserError(
                 f"there are no demonstration prompts {split!r}; there are train, calibration and evaluation"
             )
-        return read_jsonl(path), {"name": f"demonstration-{split}", "domain": "chat", "sha256": file_sha256(path)}
+        return _file_rows(path), {"name": f"demonstration-{split}", "domain": "chat", "sha256": file_sha256(path)}
     if text.startswith(BENCHMARK):
-        from pipelines.data.benchmarks import open_benchmark
-
         return open_benchmark(text.removeprefix(BENCHMARK), source.revision, source.folder)
     if text.startswith(HUB):
         name = text.removeprefix(HUB)
@@ -172,18 +296,58 @@ def _open(source: PromptSource) -> tuple[Iterator[tuple[str, dict[str, Any]]], d
             f"there is no prompts file {text} (looked for {path.absolute()}: paths are relative to the working "
             "directory); a source is a JSONL file, demonstration:SPLIT, benchmark:NAME or hub:OWNER/NAME"
         )
-    return read_jsonl(path), {"name": path.stem, "domain": _domain_of_file(path.stem), "sha256": file_sha256(path)}
+    name = path.name.partition(".")[0]
+    domain = BENCHMARKS[name].domain if name in BENCHMARKS else name
+    return _file_rows(path), {"name": name, "domain": domain, "sha256": file_sha256(path)}
 
 
-def _domain_of_file(stem: str) -> str:
-    from pipelines.data.benchmarks import BENCHMARKS
+def _file_rows(path: Path) -> Iterator[Row]:
+    for number, line in read_lines(path):
+        try:
+            yield f"{path}:{number}", parse_row(line, str(path), number)
+        except UserError as error:
+            yield f"{path}:{number}", error
 
-    return BENCHMARKS[stem].domain if stem in BENCHMARKS else stem
+
+def open_benchmark(name: str, revision: str | None, folder: str | None = None) -> tuple[Iterator[Row], dict[str, Any]]:
+    """Rows with `turns`, and what the benchmark resolved to: a hub commit, or the hash of a local file.
+
+    With `folder` the rows come from its NAME.jsonl, which has `turns`. Raises UserError: no such benchmark or file.
+    """
+    if name not in BENCHMARKS:
+        close = get_close_matches(name, BENCHMARKS, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise UserError(f"there is no benchmark {name!r}; {hint}known are {', '.join(BENCHMARKS)}")
+    benchmark = BENCHMARKS[name]
+    facts: dict[str, Any] = {"name": name, "domain": benchmark.domain}
+    if folder is not None:
+        path = Path(folder).expanduser() / f"{name}.jsonl"
+        if not path.is_file():
+            raise UserError(
+                f"benchmark:{name} is to be read from {path}, which does not exist; see the source's `folder`"
+            )
+        return islice(_file_rows(path), benchmark.count), {**facts, "sha256": file_sha256(path)}
+    options = {"data_files": {benchmark.split: benchmark.data_files}} if benchmark.data_files else {}
+    rows, revision = open_hub_dataset(benchmark.dataset, benchmark.subset, benchmark.split, revision, **options)
+    found = (_as_turns(place, row, benchmark) for place, row in islice(rows, benchmark.count))
+    return found, {**facts, "dataset": benchmark.dataset, "revision": revision}
+
+
+def _as_turns(place: str, row: dict[str, Any] | UserError, benchmark: Benchmark) -> Row:
+    assert isinstance(row, dict)
+    try:
+        return place, {"turns": benchmark.turns(row), "domain": benchmark.domain}
+    except KeyError as error:
+        raise UserError(
+            f"{place} has no column {error}; it has {', '.join(row)}: set the source's revision to one that has it"
+        ) from None
+    except TypeError as error:
+        return place, UserError(f"{place}: a column of this benchmark is not a text ({error})")
 
 
 def open_hub_dataset(
     name: str, subset: str | None, split: str, revision: str | None, **options: Any
-) -> tuple[Iterator[tuple[str, dict[str, Any]]], str | None]:
+) -> tuple[Iterator[Row], str | None]:
     """Rows of a Hugging Face data set (or of a local folder that `datasets` reads), and the commit they are of."""
     import datasets
 
@@ -200,39 +364,6 @@ def open_hub_dataset(
             "Check its name and the network, or give a JSONL file with `conversations` or `turns`."
         ) from error
     return ((f"{name}[{index}]", dict(row)) for index, row in enumerate(table)), revision
-
-
-def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(`file:line`, object) for each line that is not blank. Raises UserError at a line that is no JSON object."""
-    with open(path, "rb") as file:
-        for number, raw in enumerate(file, start=1):
-            place = f"{path}:{number}"
-            try:
-                line = raw.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{place}: not UTF-8 (byte {raw[error.start]:#04x} at position {error.start + 1} of the line); "
-                    "save the file as UTF-8"
-                ) from None
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{place}: not valid JSON: {error.msg} (column {error.colno})") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{place}: expected a JSON object, found {line.strip()[:60]!r}")
-            yield place, row
-
-
-def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write all rows, or, if that is interrupted, none."""
-    from storage.files.filesystems import Folder
-
-    path = path.absolute()
-    with Folder(path.parent).writer(path.name) as stream:
-        for row in rows:
-            stream.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
 
 
 def file_sha256(path: Path) -> str:

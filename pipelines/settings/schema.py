@@ -6,6 +6,7 @@ A default stands here and nowhere else; where it is the paper's value, the YAML 
 from __future__ import annotations
 
 from collections import Counter
+from datetime import datetime
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -76,6 +77,7 @@ class PromptSource(Section):
     split: str = "train"  # hub sources
     folder: str | None = None  # benchmark sources: NAME.jsonl is read here instead of the hub, as many rows of it
     domain: str | None = None  # overrides the rows' own
+    turns: Literal["first", "all"] | None = None  # null: all, but the first of a benchmark, as in the paper
     skip: Annotated[int, Field(ge=0)] = 0
     limit: Positive | None = None
 
@@ -87,6 +89,8 @@ class DataSettings(Section):
     calibration: tuple[PromptSource, ...] = (PromptSource(source="demonstration:calibration"),)
     evaluation: tuple[PromptSource, ...] = (PromptSource(source="demonstration:evaluation"),)
     min_supervised_tokens: Annotated[int, Field(ge=0)] = 14  # shorter answers are dropped and counted
+    on_bad_row: Literal["error", "skip"] = "error"  # a row that cannot be read or rendered; skip: left out and counted
+    render_time: datetime | None = None  # what a chat template takes for the time; null: when the run began
 
 
 class RegenerateSettings(Section):

@@ -16,14 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.data.chat import render_prompt, thinks
-from pipelines.data.conversations import Message, Prompt, prompt_from_row, read_jsonl
+from pipelines.data.chat import TemplateRefuses, answer_message, make_request, render_turn
+from pipelines.data.conversations import Message, Prompt, prompt_from_row
 from pipelines.drafter_folder import remade, require_target
 from pipelines.errors import UserError
 from pipelines.evaluation.round_log import EventLog, Labels
+from pipelines.json_files import read_jsonl
 from pipelines.records import DecodedUnit, read_record
 from pipelines.settings import Settings
-from pipelines.stages.regenerate import make_request
 from pipelines.stages.workers import on_pool, open_target, session
 from pipelines.target_facts import TargetFacts
 
@@ -180,12 +180,7 @@ def prompt_request(
 ) -> Any:
     """The decoder's request for a conversation so far; thinking is as the prompt's id decides."""
     settings = plan.settings
-    ids = render_prompt(
-        target.tokenizer,
-        list(messages),
-        thinking=thinks(settings.target.thinking, settings.run.seed, prompt.prompt_id),
-        row=prompt.prompt_id,
-    )
+    ids = render_turn(target.tokenizer, prompt, messages, settings)
     return make_request(name, ids, room, plan.facts, settings.run.seed + seed)
 
 
@@ -220,34 +215,35 @@ class DecodeWorker:
             **calibration_options(plan, unit.temperature if unit.variant == DSPARK else None),
             record_gaps=unit.temperature == 0,
         )
-        said: dict[str, list[dict[str, str]]] = {p.prompt_id: [dict(m) for m in p.messages] for p in unit.prompts}
+        said: dict[str, list[Any]] = {prompt.prompt_id: [] for prompt in unit.prompts}
         tokens, seconds, skipped = 0, 0.0, {}
-        turns = 1 + max(len(prompt.later_turns) for prompt in unit.prompts)
-        for turn in range(turns):
-            asked, requests = {}, []
+        for turn in range(max(len(prompt.turns) for prompt in unit.prompts)):
+            asked: dict[str, tuple[Prompt, Any]] = {}
             for prompt in unit.prompts:
-                if turn > len(prompt.later_turns) or prompt.prompt_id in skipped:
+                if turn >= len(prompt.turns) or prompt.prompt_id in skipped:
                     continue
-                if turn:
-                    said[prompt.prompt_id].append({"role": "user", "content": prompt.later_turns[turn - 1]})
-                request = self._request(unit, prompt, said[prompt.prompt_id], turn)
+                said[prompt.prompt_id] += prompt.turns[turn]
+                try:
+                    request = self._request(unit, prompt, said[prompt.prompt_id], turn)
+                except TemplateRefuses as error:  # its own answer as history
+                    skipped[prompt.prompt_id] = str(error)
+                    continue
                 if (why := decoder.why_not(request)) is not None:
                     skipped[prompt.prompt_id] = why
                     continue
                 # An earlier process may have finished some prompts of this unit.
                 if (kept := self.log.kept(request.request_id, labels_of(unit, prompt, turn))) is not None:
-                    said[prompt.prompt_id].append(self._answer(kept[0]))
+                    said[prompt.prompt_id].append(self._answer(prompt, request, kept[0]))
                     tokens, seconds = tokens + len(kept[0]), seconds + kept[1]
                     continue
-                asked[request.request_id] = prompt
-                requests.append(request)
+                asked[request.request_id] = prompt, request
             began = time.perf_counter()
-            for completion in decoder.generate(requests):
+            for completion in decoder.generate([request for _, request in asked.values()]):
                 took = time.perf_counter() - began
                 seconds += took
-                prompt = asked[completion.request_id]
+                prompt, request = asked[completion.request_id]
                 tokens += len(completion.output_ids)
-                said[prompt.prompt_id].append(self._answer(completion.output_ids))
+                said[prompt.prompt_id].append(self._answer(prompt, request, completion.output_ids))
                 self.log.append(completion, labels_of(unit, prompt, turn), stopwatch=took)
                 began = time.perf_counter()
         record = {
@@ -261,14 +257,14 @@ class DecodeWorker:
         self.log.folder.write(unit.file, json.dumps(record, indent=1).encode())
         return {"tokens_per_second": tokens / max(seconds, 1e-9)}
 
-    def _answer(self, output_ids: Sequence[int]) -> Message:
+    def _answer(self, prompt: Prompt, request: Any, output_ids: Sequence[int]) -> Message:
         """What the next turn of a conversation goes on from."""
-        ids = [token for token in output_ids if token not in self.plan.facts.stop_token_ids]
-        return {"role": "assistant", "content": self.target.tokenizer.decode(ids)}
+        stop, tokenizer = self.plan.facts.stop_token_ids, self.target.tokenizer
+        return dict(answer_message(tokenizer, request.prompt_ids, output_ids, stop, prompt.tools))
 
     def _request(self, unit: DecodeUnit, prompt: Prompt, messages: Sequence[Message], turn: int) -> Any:
-        name = prompt.prompt_id if turn == 0 else f"{prompt.prompt_id}/turn-{turn + 1}"
-        return prompt_request(self.plan, self.target, prompt, messages, name, self.plan.max_new_tokens, seed=unit.seed)
+        name, room = prompt.request_id(turn), self.plan.max_new_tokens
+        return prompt_request(self.plan, self.target, prompt, messages, name, room, seed=unit.seed)
 
     def _policy(self, unit: DecodeUnit) -> Any:
         from dspark.decoding.scheduling import StaticLength, policy_named

@@ -1,89 +1,120 @@
 """Let the target answer the training prompts itself: a drafter learns best from what its target would write.
 
-1. Read the prompts of the three splits and render the training ones with the target's chat template.
-2. Cut them into work units; a unit's answers are one file in `conversations/parts/`, there whole or not at all.
-3. Ray workers decode the units that are not there yet.
-4. Join the parts into `train.jsonl`, count finish reasons and short answers, and write `manifest.json`.
+1. Read the prompts of the three splits, and render every one with the target's chat template: a row that cannot be
+   used is named, or left out and counted, before any is answered.
+2. Cut the training prompts that have no answer yet into work items. An answer is known by its prompt and by how it was
+   drawn, so it is kept when other rows change; those of an item are one file in `answers/`, there whole or not at all.
+3. Ray workers decode the items.
+4. Join the answers into `conversations/train.jsonl`, count finish reasons and short answers, and write `manifest.json`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from pipelines.data.chat import render_prompt, thinks
-from pipelines.data.conversations import Prompt, PromptSet, read_prompts
+from pipelines.data.chat import TemplateRefuses, answer_message, make_request, reads_the_clock, render_turn, thinks
+from pipelines.data.conversations import BAD_ROW, Prompt, PromptSet, bad_row, read_prompts
 from pipelines.errors import UserError
-from pipelines.settings import Settings
+from pipelines.json_files import read_jsonl_in, write_jsonl
+from pipelines.settings.schema import Settings
 from pipelines.stages.workers import on_pool, open_target, session
 from pipelines.target_facts import TargetFacts, examine_target
 from storage.files.filesystems import Folder
+from storage.identity import identity_of
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from pipelines.progress import Reporter
     from pipelines.run import Run
 
-TRAIN, MANIFEST = "train.jsonl", "manifest.json"
+TRAIN, MANIFEST, ANSWERS = "train.jsonl", "manifest.json", "answers"
+TOOLS_NOT_SHOWN = "with tools that the chat template does not show"
+LISTED = 100  # rows of a kind that the manifest names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unit:
-    """A run of prompts, and the file that their answers go to."""
+class WorkItem:
+    """Prompts to answer together, and the file that their answers go to."""
 
     name: str
     prompts: tuple[Prompt, ...]
 
 
 def read_splits(settings: Settings) -> dict[str, PromptSet]:
-    """The prompts of every split; training prompts that stand in a held-out split too are dropped and counted."""
+    """The prompts of every split; training prompts with a question of another split are left out and noted."""
     data = settings.data
-    held_out = {
-        "calibration": read_prompts(data.calibration, "calibration"),
-        "evaluation": read_prompts(data.evaluation, "evaluation"),
-    }
-    return {"train": read_prompts(data.train, "train").without(*held_out.values()), **held_out}
+    sources = {"train": data.train, "calibration": data.calibration, "evaluation": data.evaluation}
+    found = {split: read_prompts(sources[split], split, data.on_bad_row) for split in sources}
+    return {**found, "train": found["train"].without(found["calibration"], found["evaluation"])}
 
 
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
     """The target, the prompts, and how answers are drawn."""
+    return {
+        **answer_fields(settings),
+        "prompts": {split: prompts.sha256 for split, prompts in read_splits(settings).items()},
+        "min_supervised_tokens": settings.data.min_supervised_tokens,
+    }
+
+
+def answer_fields(settings: Settings) -> dict[str, Any]:
+    """Everything that the answer to a prompt depends on, the prompt apart."""
     facts = examine_target(settings)
-    wanted = settings.regenerate
+    now = {"render_time": str(settings.data.render_time)} if reads_the_clock(_tokenizer(facts, settings)) else {}
     return {
         "target": {"name": facts.name, "revision": facts.revision, **facts.hashes},
         "dtype": settings.target.dtype,
         "thinking": settings.target.thinking,
-        "prompts": {split: prompts.sha256 for split, prompts in read_splits(settings).items()},
-        "sampling": wanted.model_dump(include={"temperature", "top_p", "top_k", "max_new_tokens"}),
-        "min_supervised_tokens": settings.data.min_supervised_tokens,
-        "prompts_per_work_item": wanted.prompts_per_work_item,
+        "sampling": _sampling(settings),
         "seed": settings.run.seed,
+        **now,
     }
+
+
+def _sampling(settings: Settings) -> dict[str, Any]:
+    return settings.regenerate.model_dump(include={"temperature", "top_p", "top_k", "max_new_tokens"})
+
+
+def _tokenizer(facts: TargetFacts, settings: Settings) -> PreTrainedTokenizerBase:
+    return _open_tokenizer(facts.path, settings.target.trust_remote_code)
+
+
+@lru_cache(maxsize=1)
+def _open_tokenizer(path: str, trust_remote_code: bool) -> Any:
+    from dspark.decoding.target import open_tokenizer
+
+    return open_tokenizer(path, trust_remote_code=trust_remote_code)
 
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `conversations/`."""
     facts = examine_target(settings)
-    folder = Folder(run.location("regenerate"))
-    splits = read_splits(settings)
-    units = list(_units(splits["train"].prompts, settings.regenerate.prompts_per_work_item))
-    todo = [unit for unit in units if not folder.exists(unit.name)]
-    done = sum(len(unit.prompts) for unit in units) - sum(len(unit.prompts) for unit in todo)
+    splits = render_first(read_splits(settings), _tokenizer(facts, settings), settings, reporter)
+    prompts = splits["train"].prompts
+    folder = Folder(run.directory.location(f"{ANSWERS}/{identity_of(answer_fields(settings))[:16]}"))
+    size = settings.regenerate.prompts_per_work_item
+    places = find_answers(folder, _work_items(prompts, size))
+    todo = _work_items([prompt for prompt in prompts if answer_key(prompt) not in places], size)
     if todo:
-        total = len(splits["train"].prompts)
+        done = len(prompts) - sum(len(item.prompts) for item in todo)
         with (
-            session(settings, run.location("regenerate")),
-            reporter.task("answering the training prompts", total, "prompts", done) as task,
+            session(settings, folder.url),
+            reporter.task("answering the training prompts", len(prompts), "prompts", done) as task,
         ):
             tokens = 0
 
-            def finished(unit: Unit, result: int) -> None:
+            def finished(item: WorkItem, result: int) -> None:
                 nonlocal tokens
                 tokens += result
-                task.advance(len(unit.prompts), tokens_per_second=tokens / task.seconds)
+                places.update((answer_key(prompt), item.name) for prompt in item.prompts)
+                task.advance(len(item.prompts), tokens_per_second=tokens / task.seconds)
 
             on_pool(
                 settings,
@@ -91,25 +122,117 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
                 todo,
                 workers=settings.regenerate.num_workers,
                 on_result=finished,
-                unit_name=lambda unit: unit.name,
+                unit_name=lambda item: item.name,
             )
-    result = _join(settings, facts, folder, units, splits)
+    answers = read_answers(folder, prompts, places)
+    result = _join(settings, facts, Folder(run.location("regenerate")), answers, splits)
     for line in left_out(result, splits, settings.data.min_supervised_tokens):
         reporter.say(line)
     return result
 
 
+def render_first(
+    splits: Mapping[str, PromptSet], tokenizer: PreTrainedTokenizerBase, settings: Settings, reporter: Reporter
+) -> dict[str, PromptSet]:
+    """The prompts that the template takes, whatever the answers between their turns will be.
+
+    Raises UserError for one that it refuses, unless bad rows are left out.
+    """
+
+    def why_not(prompt: Prompt) -> str | None:
+        task.advance()
+        said = [*prompt.turns[0]]
+        for turn in prompt.turns[1:]:
+            said += [{"role": "assistant", "content": "Yes."}, *turn]
+        try:
+            text = render_turn(tokenizer, prompt, said, settings, tokenize=False)
+        except TemplateRefuses as error:
+            return str(bad_row(error, settings.data.on_bad_row))
+        without = replace(prompt, tools=())
+        if prompt.tools and text == render_turn(tokenizer, without, said, settings, tokenize=False):
+            tools_not_shown.append(prompt.place)
+        return None
+
+    found = {}
+    total = sum(len(prompts.prompts) for prompts in splits.values())
+    with reporter.task("rendering the prompts", total, "prompts") as task:
+        for split, prompts in splits.items():
+            tools_not_shown: list[str] = []
+            found[split] = prompts.keep(why_not, BAD_ROW).noting(TOOLS_NOT_SHOWN, tools_not_shown)
+            if prompts.prompts and not found[split].prompts:
+                first = found[split].notes[BAD_ROW][-1]
+                raise UserError(f"data.{split}: the chat template refuses every prompt, the last one so: {first}")
+    return found
+
+
+def answer_key(prompt: Prompt) -> str:
+    """What an answer is known by: its draws depend on the prompt's id, its text on what is said."""
+    said = [prompt.prompt_id, prompt.turns, prompt.tools]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _work_items(prompts: Sequence[Prompt], size: int) -> list[WorkItem]:
+    items = []
+    for start in range(0, len(prompts), size):
+        chosen = tuple(prompts[start : start + size])
+        keys = "".join(answer_key(prompt) for prompt in chosen)
+        items.append(WorkItem(name=f"{hashlib.sha256(keys.encode()).hexdigest()[:16]}.jsonl", prompts=chosen))
+    return items
+
+
+def find_answers(folder: Folder, items: Sequence[WorkItem]) -> dict[str, str]:
+    """The file of each answer that is there, by its key; only files of other work items than these are read."""
+    there = [name for name in folder.files(recursive=False) if name.endswith(".jsonl")]
+    by_name = {item.name: item for item in items}
+    found = {answer_key(prompt): name for name in there if name in by_name for prompt in by_name[name].prompts}
+    left = {answer_key(prompt) for item in items for prompt in item.prompts} - found.keys()
+    for name in there if left else ():
+        if name not in by_name:
+            found.update((row["key"], name) for _, row in _answer_rows(folder, name) if row["key"] in left)
+    return found
+
+
+def _answer_rows(folder: Folder, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        for place, row in read_jsonl_in(folder, name):
+            if (damage := _damage(row)) is not None or not isinstance(row.get("key"), str):
+                raise UserError(f"{place}: {damage or 'it lacks `key`'}")
+            yield place, row
+    except UserError as error:
+        raise UserError(f"{error}; remove the file, and its prompts are answered again") from None
+
+
+def read_answers(folder: Folder, prompts: Iterable[Prompt], places: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """The rows of these prompts in their order, with the domain and split that they have now."""
+
+    @lru_cache(maxsize=4)
+    def rows(name: str) -> dict[str, dict[str, Any]]:
+        return {row["key"]: row for _, row in _answer_rows(folder, name)}
+
+    for prompt in prompts:
+        key = answer_key(prompt)
+        if (row := rows(places[key]).get(key)) is None:
+            raise UserError(
+                f"{folder.describe(places[key])} lacks the answer to {prompt.prompt_id!r}; remove the file, and its "
+                "prompts are answered again"
+            )
+        yield {**{name: row[name] for name in row if name != "key"}, "domain": prompt.domain, "split": prompt.split}
+
+
 def left_out(result: dict[str, Any], splits: dict[str, PromptSet], minimum: int) -> list[str]:
     """A line for everything that will not be trained on or evaluated, and why."""
     lines = [
-        f"{split}: {count} prompts left out ({reason})"
+        f"{split}: {len(places)} prompts {reason}"
         for split, prompts in splits.items()
-        for reason, count in prompts.skipped.items()
-        if count
+        for reason, places in prompts.notes.items()
     ]
     answered = result["rows"] + result["dropped"]
-    if no_room := result["finish_reasons"].get("context", 0):
-        lines.append(f"{no_room} of {answered} prompts do not fit the target's context with an answer")
+    why = {
+        "context": "end early: the next question does not fit the target's context with an answer",
+        "template": "end early: the chat template refuses the target's own answer as history",
+        "shortened": "had less room in the target's context than regenerate.max_new_tokens",
+    }
+    lines += [f"{count} of {answered} conversations {why[name]}" for name, count in result["ended"].items() if count]
     if result["dropped"]:
         lines.append(
             f"{result['dropped']} of {answered} answers dropped, shorter than data.min_supervised_tokens={minimum}; "
@@ -119,7 +242,7 @@ def left_out(result: dict[str, Any], splits: dict[str, PromptSet], minimum: int)
 
 
 class AnswerWorker:
-    """Holds the target and answers one unit of prompts after the other."""
+    """Holds the target and answers the prompts of one work item after the other."""
 
     def __init__(self, settings: Settings, facts: TargetFacts, folder: Folder) -> None:
         from dspark.decoding.decoder import Decoder, SamplingConfig
@@ -133,87 +256,72 @@ class AnswerWorker:
             max_rows=wanted.batch_size,
         )
 
-    def run(self, unit: Unit) -> int:
-        """Write the unit's answers; returns the number of tokens generated."""
-        rows = answer(self.decoder, self.target.tokenizer, unit.prompts, self.settings, self.facts)
-        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        self.folder.write(unit.name, "".join(lines).encode())
+    def run(self, item: WorkItem) -> int:
+        """Write the item's answers; returns the number of tokens generated."""
+        rows = answer(self.decoder, self.target.tokenizer, item.prompts, self.settings, self.facts)
+        write_jsonl(self.folder, item.name, rows)
         return sum(len(row["response_ids"]) for row in rows)
 
 
 def answer(
-    decoder: Any, tokenizer: Any, prompts: tuple[Prompt, ...], settings: Settings, facts: TargetFacts
+    decoder: Any, tokenizer: Any, prompts: Sequence[Prompt], settings: Settings, facts: TargetFacts
 ) -> list[dict[str, Any]]:
     """Conversation rows in the prompts' order; every turn is asked with the target's own earlier answers before it.
 
-    A conversation stops early, and says so in `finish_reason`, when the next prompt does not fit the context any more.
+    The last answer is the row's. A conversation stops early when an answer is cut, and, which `ended` says, when the
+    next question does not fit the context any more ("context") or the template refuses the answer as history
+    ("template"). `finish_reason` is null where there is no answer at all.
     """
     rows = [_new_row(prompt, settings, facts) for prompt in prompts]
-    pending = [
-        (row, [prompt.messages[-1]["content"], *prompt.later_turns]) for row, prompt in zip(rows, prompts, strict=True)
-    ]
-    for turn in range(max(len(turns) for _, turns in pending)):
-        asked = {}
-        for row, turns in pending:
-            if turn >= len(turns) or row["finish_reason"] in ("context", "length"):
+    going = dict(zip((prompt.prompt_id for prompt in prompts), zip(prompts, rows, strict=True), strict=True))
+    turn = 0
+    while going:
+        requests = []
+        for name, (prompt, row) in list(going.items()):
+            said = [*row["conversations"], *(prompt.turns[turn] if turn < len(prompt.turns) else ())]
+            if len(said) == len(row["conversations"]) or row["finish_reason"] == "length":
+                del going[name]
                 continue
-            if turn:
-                row["conversations"].append({"role": "user", "content": turns[turn]})
-            thinking = row["thinking"] == "on"
-            ids = render_prompt(tokenizer, row["conversations"], thinking=thinking, row=row["id"])
-            request = make_request(row["id"], ids, settings.regenerate.max_new_tokens, facts, settings.run.seed + turn)
+            try:
+                ids = render_turn(tokenizer, prompt, said, settings)
+            except TemplateRefuses:
+                row["ended"] = "template"
+                del going[name]
+                continue
+            request = make_request(name, ids, settings.regenerate.max_new_tokens, facts, settings.run.seed + turn)
             if decoder.why_not(request) is not None:
-                row["finish_reason"] = "context"
+                row["ended"] = "context"
+                del going[name]
                 continue
-            asked[row["id"]] = row
-            row["prompt_ids"] = ids
-            row["request"] = request
-        ordered = sorted((row.pop("request") for row in asked.values()), key=lambda r: -len(r.prompt_ids))
-        for completion in decoder.generate(ordered):
-            row = asked[completion.request_id]
-            ended = completion.output_ids[-1:] and completion.output_ids[-1] in facts.stop_token_ids
-            text = tokenizer.decode(completion.output_ids[:-1] if ended else completion.output_ids)
-            row["response_ids"] = completion.output_ids
-            row["finish_reason"] = completion.finish_reason
-            row["conversations"].append({"role": "assistant", "content": text})
+            row["conversations"], row["prompt_ids"] = said, ids
+            row["shortened"] = request.max_new_tokens < settings.regenerate.max_new_tokens
+            requests.append(request)
+        for completion in decoder.generate(sorted(requests, key=lambda request: -len(request.prompt_ids))):
+            prompt, row = going[completion.request_id]
+            output = completion.output_ids
+            row["response_ids"], row["finish_reason"] = output, completion.finish_reason
+            history = answer_message(tokenizer, row["prompt_ids"], output, facts.stop_token_ids, prompt.tools)
+            row["conversations"].append(history)
+        turn += 1
     return rows
-
-
-def make_request(request_id: str, ids: list[int], max_new_tokens: int, facts: TargetFacts, seed: int) -> Any:
-    """A decoding request whose random draws depend on the run's seed and its own id alone."""
-    import zlib
-
-    from dspark.decoding.decoder import Request
-
-    return Request(
-        request_id=request_id,
-        prompt_ids=ids,
-        max_new_tokens=max_new_tokens,
-        stop_token_ids=frozenset(facts.stop_token_ids),
-        seed=zlib.crc32(f"{seed}/{request_id}".encode()),
-    )
 
 
 def read_conversations(folder: Folder) -> Iterator[dict[str, Any]]:
     """The rows of `train.jsonl`, in order. Raises UserError at a damaged line."""
-    for number, line in enumerate(folder.read(TRAIN).splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            damage = _damage(row)
-        except (ValueError, RecursionError) as error:
-            damage = f"not valid JSON ({error})"
-        if damage is not None:
-            raise UserError(
-                f"{folder.describe(TRAIN)}:{number}: {damage}; restore the file, or set `complete` to false in "
-                "stages/regenerate.json: `dspark regenerate CONFIG` then joins it anew from its parts"
-            )
-        yield row
+    try:
+        for place, row in read_jsonl_in(folder, TRAIN):
+            if (damage := _damage(row)) is not None:
+                raise UserError(f"{place}: {damage}")
+            yield row
+    except UserError as error:
+        raise UserError(
+            f"{error}; restore the file, or set `complete` to false in stages/regenerate.json: `dspark regenerate "
+            "CONFIG` then joins it anew from the answers"
+        ) from None
 
 
-def _damage(row: Any) -> str | None:
+def _damage(row: dict[str, Any]) -> str | None:
     """Why this is no row of TRAIN; None if it is one."""
-    if not isinstance(row, dict):
-        return "not a JSON object"
     for key in ("id", "domain"):
         if not isinstance(row.get(key), str):
             return f"`{key}` is {row.get(key)!r:.40}, not a text"
@@ -235,76 +343,88 @@ def _damage(row: Any) -> str | None:
 
 def _new_row(prompt: Prompt, settings: Settings, facts: TargetFacts) -> dict[str, Any]:
     mode = "on" if thinks(settings.target.thinking, settings.run.seed, prompt.prompt_id) else "off"
-    sampling = settings.regenerate.model_dump(include={"temperature", "top_p", "top_k", "max_new_tokens"})
     return {
+        "key": answer_key(prompt),
         "id": prompt.prompt_id,
         "domain": prompt.domain,
         "split": prompt.split,
-        "conversations": [dict(message) for message in prompt.messages],
+        "conversations": [],
         "prompt_ids": [],
         "response_ids": [],
         "finish_reason": None,
+        "ended": None,
+        "shortened": False,
         "thinking": mode,
-        "generator": {"target": facts.name, "revision": facts.revision, "sampling": sampling},
+        "generator": {"target": facts.name, "revision": facts.revision, "sampling": _sampling(settings)},
     }
 
 
-def _units(prompts: tuple[Prompt, ...], rows: int) -> Iterator[Unit]:
-    for number, start in enumerate(range(0, len(prompts), rows)):
-        yield Unit(name=f"parts/train-{number:06d}.jsonl", prompts=prompts[start : start + rows])
-
-
 def _join(
-    settings: Settings, facts: TargetFacts, folder: Folder, units: list[Unit], splits: dict[str, PromptSet]
+    settings: Settings,
+    facts: TargetFacts,
+    folder: Folder,
+    answers: Iterable[dict[str, Any]],
+    splits: dict[str, PromptSet],
 ) -> dict[str, Any]:
-    """`train.jsonl` from the parts, the held-out prompts beside it, and the counts."""
+    """`train.jsonl` from the answers, the prompts of the other splits beside it, and the counts."""
     minimum = settings.data.min_supervised_tokens
     reasons: Counter[str] = Counter()
     domains: Counter[str] = Counter()
+    ended: Counter[str] = Counter()
     short: list[str] = []
-    answered = tokens = kept = 0
-    with folder.writer(TRAIN) as stream:
-        for unit in units:
-            for line in folder.read(unit.name).splitlines():
-                row = json.loads(line)
-                answered += 1
-                reasons[str(row["finish_reason"])] += 1
-                if len(row["response_ids"]) < minimum:
-                    short.append(row["id"])
-                    continue
-                kept += 1
-                tokens += len(row["response_ids"])
-                domains[row["domain"]] += 1
-                stream.write(line + b"\n")
-    if not kept:
+    answered = tokens = 0
+
+    def kept() -> Iterator[dict[str, Any]]:
+        nonlocal answered, tokens
+        for row in answers:
+            answered += 1
+            reasons[row["finish_reason"] or row["ended"]] += 1
+            ended.update([row["ended"]] if row["ended"] else [], shortened=int(row["shortened"]))
+            if len(row["response_ids"]) < minimum:
+                short.append(row["id"])
+                continue
+            tokens += len(row["response_ids"])
+            domains[row["domain"]] += 1
+            yield row
+
+    write_jsonl(folder, TRAIN, kept())
+    if not domains:
+        if ended["context"] == answered:
+            raise UserError(
+                f"none of the {answered} prompts fits the target's context of {facts.max_positions} tokens with an "
+                "answer; give shorter prompts (data.train)"
+            )
         raise UserError(
             f"none of the {answered} answers has the {minimum} tokens that data.min_supervised_tokens asks for "
             f"(finish reasons: {dict(reasons)}); lower it, or check the prompts and the chat template"
         )
     for split in ("calibration", "evaluation"):
-        lines = (json.dumps(prompt.to_row(), ensure_ascii=False) + "\n" for prompt in splits[split].prompts)
-        folder.write(f"{split}.jsonl", "".join(lines).encode())
+        write_jsonl(folder, f"{split}.jsonl", (prompt.to_row() for prompt in splits[split].prompts))
     manifest = {
         "generator": {"target": facts.name, "revision": facts.revision},
-        "sampling": settings.regenerate.model_dump(include={"temperature", "top_p", "top_k", "max_new_tokens"}),
+        "sampling": _sampling(settings),
         "thinking": settings.target.thinking,
-        "rows": kept,
+        "rows": answered - len(short),
         "answered": answered,
         "response_tokens": tokens,
         "finish_reasons": dict(reasons),
+        "ended": dict(ended),
         "domains": dict(domains),
-        "on_policy_rows": kept,
+        "on_policy_rows": answered - len(short),
         "off_policy_rows": 0,
-        "dropped": {"fewer_than_min_supervised_tokens": {"count": len(short), "ids": short[:100]}},
+        "dropped": {"fewer_than_min_supervised_tokens": {"count": len(short), "ids": short[:LISTED]}},
         "prompts": {
             split: {
                 "sha256": prompts.sha256,
                 "prompts": len(prompts.prompts),
-                "skipped": dict(prompts.skipped),
+                "notes": {
+                    reason: {"count": len(places), "rows": places[:LISTED]} for reason, places in prompts.notes.items()
+                },
                 "sources": [dict(source) for source in prompts.sources],
             }
             for split, prompts in splits.items()
         },
     }
     folder.write(MANIFEST, (json.dumps(manifest, indent=2, ensure_ascii=False) + "\n").encode())
-    return {key: manifest[key] for key in ("rows", "response_tokens", "finish_reasons")} | {"dropped": len(short)}
+    figures = {key: manifest[key] for key in ("rows", "response_tokens", "finish_reasons", "ended")}
+    return {**figures, "dropped": len(short)}

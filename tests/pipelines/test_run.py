@@ -190,8 +190,8 @@ def test_run_json_has_settings_states_and_invocations(tmp_path: Path) -> None:
     assert summary["settings"]["target"]["model"] == "m"
     assert [state["complete"] for state in summary["stages"].values()] == [True] * 3
     assert summary["invocations"] == [{"command": ["dspark"]}]
-    assert open_run(str(tmp_path)).settings == settings(tmp_path)
-    assert settings_of(str(tmp_path), ["run.seed=3"]) == settings(tmp_path, seed=3)
+    assert open_run(str(tmp_path)).settings == Run(settings(tmp_path)).settings
+    assert settings_of(str(tmp_path), ["run.seed=3"]).run.seed == 3
     with pytest.raises(UserError, match="there is no settings file"):
         settings_of(str(tmp_path / "nowhere"), [])
 

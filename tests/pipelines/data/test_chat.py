@@ -1,12 +1,22 @@
 """Chat templates: prompt ids, supervised spans, thinking, and the masks that must raise."""
 
+from datetime import datetime
+
 import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from pipelines.data.chat import check_spans, generated_sample, render_prompt, supervised_spans, thinks
+from pipelines.data.chat import (
+    answer_message,
+    generated_sample,
+    reads_the_clock,
+    render_prompt,
+    render_text,
+    thinks,
+)
 from pipelines.errors import UserError
 
 CHATML = (
@@ -24,13 +34,11 @@ THINKING = (
 )
 WITH_BOS = "<|bos|>{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<|end|>{% endfor %}"
 REFUSING = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
+RESPONSE = {
+    "start_anchor": "<|start|>assistant\n",
+    "fields": {"thinking": {"open": "<think>", "close": "</think>"}, "content": {"close": "<|end|>"}},
+}
 QUESTION = [{"role": "user", "content": "How are you?"}]
-CHAT = [
-    *QUESTION,
-    {"role": "assistant", "content": "Well, thanks."},
-    {"role": "user", "content": "And the weather?"},
-    {"role": "assistant", "content": "It rains."},
-]
 
 
 def tokenizer(template: str | None) -> PreTrainedTokenizerFast:
@@ -50,30 +58,13 @@ def tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     return made
 
 
-STOP = frozenset({0})
+STOP = (0,)
 
 
-@pytest.mark.parametrize("template", [CHATML, THINKING])
-def test_the_mask_of_a_two_turn_chat_is_both_answers(template: str) -> None:
-    model = tokenizer(template)
-    ids, spans = supervised_spans(model, CHAT, stop_token_ids=STOP, thinking=False)
-    assert [model.decode(ids[start:end]) for start, end in spans] == ["Well, thanks.<|end|>", "It rains.<|end|>"]
-    assert ids == model.apply_chat_template(CHAT, return_dict=False)
-
-
-def test_a_thought_that_the_prompt_supplies_is_not_supervised() -> None:
+def test_a_thought_that_the_prompt_supplies_belongs_to_the_prompt() -> None:
     model = tokenizer(THINKING)
-    prompt = render_prompt(model, QUESTION, thinking=False)
-    _, spans = supervised_spans(model, CHAT[:2], stop_token_ids=STOP, thinking=False)
-    assert model.decode(prompt).endswith("<think>\n\n</think>\n\n")
-    assert spans[0][0] == len(prompt)
-
-
-def test_a_thought_that_the_target_writes_is_supervised() -> None:
-    model = tokenizer(THINKING)
-    answer = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nWell."}
-    ids, spans = supervised_spans(model, [*QUESTION, answer], stop_token_ids=STOP, thinking=True)
-    assert model.decode(ids[slice(*spans[0])]) == answer["content"] + "<|end|>"
+    assert model.decode(render_prompt(model, QUESTION, thinking=False)).endswith("<think>\n\n</think>\n\n")
+    assert model.decode(render_prompt(model, QUESTION, thinking=True)).endswith("assistant\n")
 
 
 def test_there_is_one_bos() -> None:
@@ -85,21 +76,6 @@ def test_there_is_one_bos() -> None:
         render_prompt(tokenizer("<|bos|>" + WITH_BOS), QUESTION, thinking=False)
 
 
-def test_masks_of_nothing_or_of_everything_raise_with_row_and_template() -> None:
-    with pytest.raises(UserError, match=r"row 7: no token is supervised under toy/model"):
-        supervised_spans(tokenizer(CHATML), QUESTION, stop_token_ids=STOP, thinking=False, row="row 7")
-    with pytest.raises(UserError, match="every token is supervised"):
-        check_spans([(0, 5)], 5, row="row", template="t")
-    with pytest.raises(UserError, match="no prompt before the answer"):
-        generated_sample([], [1, 2], 10)
-
-
-def test_a_template_that_rewrites_history_is_refused() -> None:
-    rewriting = "{{ messages | length }}" + CHATML
-    with pytest.raises(UserError, match="writes message 1 differently"):
-        supervised_spans(tokenizer(rewriting), CHAT, stop_token_ids=STOP, thinking=False)
-
-
 def test_refusals_name_the_row() -> None:
     with pytest.raises(UserError, match="has no chat template"):
         render_prompt(tokenizer(None), QUESTION, thinking=False)
@@ -108,7 +84,47 @@ def test_refusals_name_the_row() -> None:
         render_prompt(tokenizer(REFUSING), messages, thinking=False, row="row 3")
 
 
-def test_what_is_kept_of_a_cut_answer_stays_supervised() -> None:
+NOW = datetime(2021, 3, 4, 15, 6, 7)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "\n  {% if true %}a{% endif %}\n{{ strftime_now('%d %B %Y, %-I %% %H:%M:%S %%d') }}",
+        "  {% set x = 1 %}{{ strftime_now('%c') }}\n\n",
+        "{% macro day() %}{{ strftime_now('%A %j') }}{% endmacro %}{{ day() }}",
+        "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}",
+    ],
+)
+def test_a_template_that_asks_the_clock_is_given_the_runs_time(template: str) -> None:
+    """As transformers' own environment would write it at that time."""
+    compiled = _compile_jinja_template(template)
+    compiled.globals["strftime_now"] = NOW.strftime
+    model = tokenizer(template)
+    assert render_text(model, QUESTION, thinking=False, now=NOW) == compiled.render()
+    assert reads_the_clock(model)
+    assert not reads_the_clock(tokenizer(CHATML))
+
+
+def test_tools_reach_the_template() -> None:
+    model = tokenizer("{% for tool in tools or [] %}{{ tool['name'] }}{% endfor %}" + CHATML)
+    assert render_text(model, QUESTION, thinking=False, tools=[{"name": "weather"}]).startswith("weather")
+    assert not render_text(model, QUESTION, thinking=False).startswith("weather")
+
+
+def test_an_answer_becomes_history_as_the_tokenizer_says() -> None:
+    """By its response template where it has one, and as the plain text before the stop token where it has none."""
+    model = tokenizer(CHATML)
+    prompt = render_prompt(model, QUESTION, thinking=False)
+    output = model("<think>hm</think>Well.", add_special_tokens=False)["input_ids"] + [0]
+    plain = {"role": "assistant", "content": "<think>hm</think>Well."}
+    assert answer_message(model, prompt, output, STOP) == plain
+    assert answer_message(model, prompt, output[:-1], STOP) == plain
+    model.response_template = RESPONSE
+    assert answer_message(model, prompt, output, STOP) == {"role": "assistant", "content": "Well.", "thinking": "hm"}
+
+
+def test_what_is_kept_of_a_cut_answer_stays_a_label() -> None:
     assert generated_sample([1, 2, 3], [4, 5, 6], 5) == ([1, 2, 3, 4, 5], [(3, 5)])
     assert generated_sample([1, 2, 3], [4, 5, 6], 100) == ([1, 2, 3, 4, 5, 6], [(3, 6)])
     assert generated_sample([1, 2, 3], [4, 5, 6], 3) == ([1, 2, 3], [])

@@ -7,8 +7,19 @@ from typing import Any
 import pytest
 
 from pipelines.data import conversations
-from pipelines.data.benchmarks import BENCHMARKS, BOXED, open_benchmark
-from pipelines.data.conversations import Prompt, PromptSet, file_sha256, read_jsonl, read_prompts, write_jsonl
+from pipelines.data.benchmarks import BENCHMARKS, BOXED
+from pipelines.data.conversations import (
+    BAD_ROW,
+    CUT_AT_TOOL,
+    IN_ANOTHER_SPLIT,
+    NO_QUESTION,
+    Prompt,
+    PromptSet,
+    file_sha256,
+    open_benchmark,
+    prompt_from_row,
+    read_prompts,
+)
 from pipelines.errors import UserError
 from pipelines.settings.schema import PromptSource
 
@@ -47,24 +58,113 @@ def test_three_forms_of_rows(tmp_path: Path) -> None:
     )
     found = read_prompts([source], "train").prompts
     assert found[0] == Prompt(
-        prompt_id="a", domain="code", split="train", messages=(system, {"role": "user", "content": "hi"})
+        prompt_id="a", domain="code", split="train", turns=((system, {"role": "user", "content": "hi"}),)
     )
-    assert (found[1].prompt_id, found[1].domain) == ("prompts-000001", "prompts")
-    assert [prompt.messages[-1]["content"] for prompt in found[1:]] == ["q1", "t1"]
-    assert [prompt.later_turns for prompt in found[1:]] == [("q2",), ("t2",)]
+    assert (found[1].prompt_id[:8], found[1].domain) == ("prompts-", "prompts")
+    assert [prompt.questions for prompt in found[1:]] == [["q1", "q2"], ["t1", "t2"]]
 
 
 def test_rows_without_a_question_are_counted(tmp_path: Path) -> None:
     source = write(tmp_path, {"turns": ["  "]}, {"turns": []}, {"turns": ["real"]})
     found = read_prompts([source], "evaluation")
     assert len(found.prompts) == 1
-    assert found.skipped == {"no question": 2}
+    path = tmp_path / "prompts.jsonl"
+    assert found.notes == {NO_QUESTION: (f"{path}:1", f"{path}:2")}
 
 
-def test_skip_and_limit_keep_ids(tmp_path: Path) -> None:
-    source = write(tmp_path, *({"turns": [f"q{index}"]} for index in range(6)))
-    part = read_prompts([source.model_copy(update={"skip": 2, "limit": 3})], "train").prompts
-    assert [prompt.prompt_id for prompt in part] == ["prompts-000002", "prompts-000003", "prompts-000004"]
+def test_rows_keep_their_ids_when_others_come_or_go(tmp_path: Path) -> None:
+    rows = [{"turns": [f"q{index % 5}"]} for index in range(6)]
+    ids = [prompt.prompt_id for prompt in read_prompts([write(tmp_path, *rows)], "train").prompts]
+    assert len(set(ids)) == 6
+    assert ids[5] == f"{ids[0]}-2"  # two rows that say the same
+    fewer = read_prompts([write(tmp_path, *rows[2:])], "train").prompts
+    assert [prompt.prompt_id for prompt in fewer] == [*ids[2:5], ids[0]]
+    part = read_prompts([write(tmp_path, *rows).model_copy(update={"skip": 2, "limit": 3})], "train").prompts
+    assert [prompt.prompt_id for prompt in part] == ids[2:5]
+
+
+def test_ids_of_answers_cannot_meet(tmp_path: Path) -> None:
+    """The second turn of `q` and a prompt that is called so."""
+    rows = [{"id": "q", "turns": ["a", "b"]}, {"id": "q/turn-2", "turns": ["c"]}]
+    for order in (rows, rows[::-1]):
+        with pytest.raises(
+            UserError, match=r"prompts\.jsonl:2: two prompts have the id 'q/turn-2'.*jsonl:1 has already"
+        ):
+            read_prompts([write(tmp_path, *order)], "train")
+
+
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+
+
+def test_what_stands_in_a_row_is_handed_over(tmp_path: Path) -> None:
+    """Text parts joined, tools (as JSON text too), system messages wherever they stand; null columns are absent."""
+    parts = [{"type": "text", "text": "Say hello "}, {"type": "text", "text": "twice."}]
+    null = dict.fromkeys(("turns", "conversations", "id", "domain", "tools"))
+    rows = [
+        {
+            **null,
+            "messages": [{"role": "user", "content": parts, "from": None}, {"role": "assistant", "content": None}],
+        },
+        {"turns": ["t"], "tools": [{**WEATHER, "strict": None}]},
+        {"turns": ["t"], "tools": json.dumps([WEATHER])},
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "tool_calls": [1]},
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "b"},
+            ]
+        },
+    ]
+    found = read_prompts([write(tmp_path, *rows)], "train")
+    assert found.notes == {}
+    assert [prompt.tools for prompt in found.prompts] == [(), (WEATHER,), (WEATHER,), ()]
+    assert found.prompts[0].turns == (({"role": "user", "content": "Say hello twice."},),)
+    assert found.prompts[3].turns == (
+        ({"role": "user", "content": "a"},),
+        ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "b"}),
+    )
+    for prompt in found.prompts:
+        assert prompt_from_row(prompt.to_row(), "again", split="train") == prompt
+
+
+def test_a_tools_result_ends_a_conversation_and_is_noted(tmp_path: Path) -> None:
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "tool", "content": "-3"},
+        {"role": "user", "content": "So?"},
+    ]
+    found = read_prompts([write(tmp_path, {"messages": messages})], "train")
+    assert found.prompts[0].questions == ["weather?"]
+    assert found.notes == {CUT_AT_TOOL: (f"{tmp_path / 'prompts.jsonl'}:1",)}
+
+
+def test_bad_rows_are_left_out_where_the_settings_say_so(tmp_path: Path) -> None:
+    rows = [
+        {"turns": ["a"], "id": "x"},
+        "{not json",
+        '{"turns": ["\\ud83d"]}',
+        {"turns": ["b"], "id": "x"},
+        {"turns": ["c"]},
+    ]
+    source = write(tmp_path, *rows)
+    with pytest.raises(UserError, match=r"(?s)jsonl:2: not valid JSON.*data\.on_bad_row=skip"):
+        read_prompts([source], "train")
+    found = read_prompts([source], "train", "skip")
+    assert [prompt.questions for prompt in found.prompts] == [["a"], ["c"]]
+    (noted,) = found.notes.items()
+    assert noted[0] == BAD_ROW
+    assert [line.removeprefix(f"{source.source}:")[0] for line in noted[1]] == ["2", "3", "4"]
+    assert "half a character" in noted[1][1]
+
+
+@pytest.mark.parametrize(("turns", "expected"), [(None, 1), ("first", 1), ("all", 2)])
+def test_benchmarks_ask_the_first_turn_as_the_paper_does(turns: Any, expected: int, tmp_path: Path) -> None:
+    write(tmp_path, {"turns": ["one", "two"]}, name="mt-bench.jsonl")
+    source = PromptSource(source="benchmark:mt-bench", folder=str(tmp_path), turns=turns)
+    assert len(read_prompts([source], "evaluation").prompts[0].turns) == expected
+    own = PromptSource(source=str(tmp_path / "mt-bench.jsonl"), turns=turns)
+    assert len(read_prompts([own], "evaluation").prompts[0].turns) == (expected if turns else 2)
 
 
 @pytest.mark.parametrize(
@@ -98,11 +198,12 @@ def test_unknown_sources(source: str, expected: str) -> None:
 
 
 def test_what_stands_in_a_held_out_split_is_dropped_and_counted(tmp_path: Path) -> None:
-    train = read_prompts([write(tmp_path, {"turns": ["One  two"]}, {"turns": ["three"]})], "train")
-    held_out = read_prompts([write(tmp_path, {"turns": ["one two"]}, name="held.jsonl")], "evaluation")
-    kept = train.without(held_out)
-    assert [prompt.messages[-1]["content"] for prompt in kept.prompts] == ["three"]
-    assert kept.skipped == {"stands in a held-out split": 1}
+    rows = [{"turns": ["One  two"]}, {"turns": ["three"]}, {"turns": ["x", "one two"]}, {"turns": ["Second"]}]
+    train = read_prompts([write(tmp_path, *rows)], "train")
+    others = read_prompts([write(tmp_path, {"turns": ["one two", "second"]}, name="held.jsonl")], "evaluation")
+    kept = train.without(others)
+    assert [prompt.questions for prompt in kept.prompts] == [["three"]]
+    assert kept.notes == {IN_ANOTHER_SPLIT: tuple(f"{tmp_path / 'prompts.jsonl'}:{line}" for line in (1, 3, 4))}
     with pytest.raises(UserError, match="every training prompt"):
         train.without(train)
 
@@ -110,7 +211,7 @@ def test_what_stands_in_a_held_out_split_is_dropped_and_counted(tmp_path: Path) 
 def test_the_hash_sees_every_word_and_the_order() -> None:
     def of(*texts: str) -> str:
         prompts = [
-            Prompt(prompt_id=str(index), domain="d", split="s", messages=({"role": "user", "content": text},))
+            Prompt(prompt_id=str(index), domain="d", split="s", turns=(({"role": "user", "content": text},),))
             for index, text in enumerate(texts)
         ]
         return PromptSet(prompts=tuple(prompts)).sha256
@@ -158,13 +259,13 @@ def test_every_benchmark_makes_a_question_and_keeps_its_revision(name: str, monk
 
 
 def test_benchmarks_are_read_from_a_folder_without_a_hub(tmp_path: Path) -> None:
-    """Counts are the paper's, a second turn stays, and the file's hash takes the place of the revision."""
+    """Counts and turns are the paper's, and the file's hash takes the place of the revision."""
     rows = [{"turns": [f"question {index}", "and?"]} for index in range(90)]
     (tmp_path / "mt-bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = read_prompts([PromptSource(source="benchmark:mt-bench", folder=str(tmp_path))], "evaluation")
     assert len(found.prompts) == 80
     assert {prompt.domain for prompt in found.prompts} == {"chat"}
-    assert found.prompts[0].later_turns == ("and?",)
+    assert found.prompts[0].questions == ["question 0"]
     assert found.sources[0]["sha256"] == file_sha256(tmp_path / "mt-bench.jsonl")
     with pytest.raises(UserError, match=r"gsm8k\.jsonl, which does not exist"):
         read_prompts([PromptSource(source="benchmark:gsm8k", folder=str(tmp_path))], "evaluation")
@@ -177,16 +278,9 @@ def test_a_benchmark_with_other_columns_says_so(monkeypatch: pytest.MonkeyPatch)
         list(open_benchmark("gsm8k", None)[0])
 
 
-def test_jsonl_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    write_jsonl(path, [{"a": "ü"}, {"a": 2}])
-    assert [row for _, row in read_jsonl(path)] == [{"a": "ü"}, {"a": 2}]
-
-    def failing() -> Any:
-        yield {"a": 3}
-        raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        write_jsonl(path, failing())
-    assert [row for _, row in read_jsonl(path)] == [{"a": "ü"}, {"a": 2}]
-    assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
+def test_a_benchmark_row_with_a_null_is_a_bad_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [("gsm8k[0]", {"question": None}), ("gsm8k[1]", {"question": "Q"})]
+    monkeypatch.setattr(conversations, "open_hub_dataset", lambda *_, **__: (iter(rows), None))
+    found = read_prompts([PromptSource(source="benchmark:gsm8k")], "evaluation", "skip")
+    assert len(found.prompts) == 1
+    assert found.notes[BAD_ROW][0].startswith("gsm8k[0]: ")

@@ -34,8 +34,9 @@ PROMPTS = tuple(
         prompt_id=f"p{index}",
         domain="ab"[index % 2],
         split="evaluation",
-        messages=({"role": "user", "content": f"hello {index}?"},),
-        later_turns=("and then?",) if index == 0 else (),
+        turns=tuple(
+            ({"role": "user", "content": text},) for text in [f"hello {index}?", "and then?"][: 2 if index == 0 else 1]
+        ),
     )
     for index in range(4)
 )
@@ -216,7 +217,7 @@ def test_a_stopped_unit_goes_on_with_the_prompts_that_are_missing(plan: DecodePl
 
 
 def test_a_prompt_longer_than_the_context_is_skipped_and_counted(plan: DecodePlan, tmp_path: Path) -> None:
-    long = replace(PROMPTS[1], prompt_id="long", messages=({"role": "user", "content": "word " * 3000},))
+    long = replace(PROMPTS[1], prompt_id="long", turns=(({"role": "user", "content": "word " * 3000},),))
     worker = DecodeWorker(replace(plan, folder=str(tmp_path)))
     (unit,) = cut((long, PROMPTS[2]), variant=DSPARK, temperature=0.0, seed=0, split="evaluation", rows=4)
     worker.run(unit)
