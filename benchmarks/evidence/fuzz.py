@@ -1,6 +1,6 @@
 """Run the tests marked `fuzz` with many examples each, and store how many were tried.
 
-    python benchmarks/evidence/fuzz.py --examples 5000 --output docs/evidence/fuzz.json
+python benchmarks/evidence/fuzz.py --examples 5000 --output docs/evidence/fuzz.json
 """
 
 from __future__ import annotations
