@@ -14,16 +14,16 @@ import torch
 from cluster.schedule import learning_rate_factor
 from dspark.decoding.decoder import Decoder, Request, SamplingConfig
 from dspark.decoding.proposers import Committed, proposer_for
-from dspark.losses import LossConfig, add_sums, metrics_of
+from dspark.losses.fused_loss import BlockLoss
+from dspark.losses.losses import add_sums, metrics_of
 from dspark.models.checkpoint import load_drafter, save_drafter
 from pipelines.data.chat import render_prompt
 from pipelines.settings import Settings
 from pipelines.stages.decode_events import read_split
 from pipelines.stages.workers import open_target
 from pipelines.target_facts import examine_target
-from pipelines.training.batches import SampleIndex
-from pipelines.training.loader import PackReader
-from pipelines.training.model import BlockLoss, make_drafter
+from pipelines.training.loader import MicroBatchReader, Rows
+from pipelines.training.model import make_drafter, teacher_normalizers
 from pipelines.training.task import TrainingTask, step_plan
 from storage.cache.target_cache import CachePlan, CacheRow, Codecs, TargetCache, create_or_resume, finish, write_unit
 from storage.codecs.base import TargetParts, TeacherRow
@@ -72,13 +72,13 @@ class Experiment:
         self.exact = TargetCache.open(f"{settings.run.directory}/cache")
         self.target = open_target(settings, self.facts)
         self.parts = TargetParts(head=self.target.lm_head.weight.detach())
-        self._readers: dict[str, PackReader] = {}
+        self._readers: dict[str, MicroBatchReader] = {}
 
     def row(self, index: int) -> CacheRow:
         """An exact row as a builder would hand it over; last states are zero where there is no teacher."""
         stored = self.exact.row(index)
         last = torch.zeros(len(stored.input_ids), self.facts.hidden_size, dtype=torch.bfloat16)
-        last[stored.teacher_positions] = stored.last_states
+        last[stored.teacher_positions] = stored.last_hidden_state
         return CacheRow(
             sample_id=stored.sample_id,
             input_ids=stored.input_ids,
@@ -146,12 +146,14 @@ class Experiment:
             total_steps=steps,
             threads=torch.get_num_threads(),
         )
-        module = BlockLoss(make_drafter(task, cache), LossConfig(**settings.train.loss.model_dump()))
+        module = BlockLoss(make_drafter(task, cache), settings.train.loss.config)
         module.take_head()
-        plan = step_plan(settings, SampleIndex.of(cache), steps)
+        plan = step_plan(settings, Rows.of(cache), steps)
         reader = self._readers.setdefault(
             cache.folder.url,  # one for all seeds: the teacher's normalisers are the same
-            PackReader(dtype=torch.float32, block_size=plan.block_size, log_normalizers=module.teacher_normalizers()),
+            MicroBatchReader(
+                dtype=torch.float32, block_size=plan.block_size, log_normalizers=teacher_normalizers(module)
+            ),
         )
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1.0, betas=(0.9, 0.95), weight_decay=settings.train.weight_decay)
@@ -163,8 +165,8 @@ class Experiment:
                 factor = learning_rate_factor(number, steps, warmup_ratio=settings.train.warmup_ratio)
                 group["lr"] = settings.train.learning_rate * factor
             optimizer.zero_grad()
-            for pack in step.packs:
-                loss, found = module(reader(cache, pack), step.normalizer)
+            for planned in step.micro_batches:
+                loss, found = module(reader(cache, planned), step.normalizer)
                 loss.backward()
                 sums = add_sums(sums, found) if number >= steps - 20 else {}
             torch.nn.utils.clip_grad_norm_(trained, settings.train.max_grad_norm)
@@ -281,18 +283,20 @@ class Experiment:
         found: dict[str, dict[str, float]] = {}
         for name, lengths in self.replay(drafter).items():
             found[name] = {"accepted": float(np.mean(lengths or [1.0])), "rounds": float(len(lengths))}
-        module = BlockLoss(drafter, LossConfig(**self.settings.train.loss.model_dump()))
+        module = BlockLoss(drafter, self.settings.train.loss.config)
         module.take_head()
         cache = self.held_out()
-        plan = replace(step_plan(self.settings, SampleIndex.of(cache), 1), global_batch_size=len(cache), seed=12345)
+        plan = replace(step_plan(self.settings, Rows.of(cache), 1), global_batch_size=len(cache), seed=12345)
         reader = self._readers.setdefault(
             cache.folder.url,
-            PackReader(dtype=torch.float32, block_size=plan.block_size, log_normalizers=module.teacher_normalizers()),
+            MicroBatchReader(
+                dtype=torch.float32, block_size=plan.block_size, log_normalizers=teacher_normalizers(module)
+            ),
         )
         with torch.no_grad():
-            for pack in plan.step(0).packs:
-                for row, anchors in zip(pack.rows, pack.anchors, strict=True):
-                    batch = reader(cache, replace(pack, rows=(row,), anchors=(anchors,)))
+            for planned in plan.step(0).micro_batches:
+                for row, anchors in zip(planned.rows, planned.anchors, strict=True):
+                    batch = reader(cache, replace(planned, rows=(row,), anchors=(anchors,)))
                     metrics = metrics_of(module(batch, 1.0)[1])
                     found[cache.sample_ids[row]]["expected"] = metrics["tau_probabilistic"]
         return found

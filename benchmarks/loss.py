@@ -65,11 +65,13 @@ def measure(case: Case, way: str, *, repeats: int, threads: int, chunk: int | No
     import torch
     from torch import nn
 
-    from dspark.anchors import draw_anchors, supervised_mask
-    from dspark.losses import LossConfig, fused_loss, output_head_of
+    from dspark.losses.anchors import draw_anchors, loss_mask_of
+    from dspark.losses.fused_loss import fused_loss, output_head_of
+    from dspark.losses.losses import LossConfig
+    from dspark.losses.micro_batch import Teacher, make_micro_batch
+    from dspark.losses.output_head import log_normalizers
     from dspark.models.heads import SequentialHead
-    from dspark.output_head import log_normalizers
-    from dspark.packing import DenseTeacher, Sample, pack
+    from storage.cache.shards import StoredRow
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -77,20 +79,19 @@ def measure(case: Case, way: str, *, repeats: int, threads: int, chunk: int | No
     span = (case.prompt_tokens, length)
     teacher_positions = torch.arange(span[0] - 1, span[1] - 1)
     samples = [
-        Sample(
+        StoredRow(
             sample_id=str(index),
             input_ids=torch.randint(0, case.vocabulary, (length,)),
-            spans=[span],
+            spans=(span,),
             features=torch.zeros(length, 1),
             teacher_positions=teacher_positions,
-            last_states=torch.randn(len(teacher_positions), case.hidden),
+            teacher=Teacher(last_hidden_state=torch.randn(len(teacher_positions), case.hidden)),
         )
         for index in range(case.sequences)
     ]
-    mask = supervised_mask([span], length)
+    mask = loss_mask_of([span], length)
     anchors = [draw_anchors(mask, case.anchors, seed=0, epoch=0, sample_id=s.sample_id) for s in samples]
-    batch = pack(samples, anchors, case.slots)
-    assert isinstance(batch.teacher, DenseTeacher)
+    batch = make_micro_batch(samples, anchors, case.slots)
 
     config = SimpleNamespace(
         vocab_size=case.vocabulary, markov_rank=case.rank, hidden_size=case.hidden, final_logit_softcapping=None
@@ -117,11 +118,11 @@ def measure(case: Case, way: str, *, repeats: int, threads: int, chunk: int | No
         batch.teacher.log_normalizers = log_normalizers(batch.teacher, head)
 
     def plain() -> torch.Tensor:
-        weights = torch.exp(-torch.arange(case.slots) / loss_config.position_decay) * batch.supervised
+        weights = torch.exp(-torch.arange(case.slots) / loss_config.position_decay) * batch.loss_mask
         total = weights.sum() + 1e-6
         logits = lm_head(states) + sequential.teacher_forced_bias(states, batch.previous_ids)
-        teacher_logits = lm_head(batch.teacher.states[batch.teacher_index])  # type: ignore[union-attr]
-        ce = nn.functional.cross_entropy(logits.flatten(0, 1), batch.label_ids.flatten(), reduction="none")
+        teacher_logits = lm_head(batch.teacher.last_hidden_state[batch.teacher_index])  # type: ignore[union-attr]
+        ce = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
         l1 = (logits.softmax(-1) - teacher_logits.softmax(-1)).abs().sum(-1)
         with torch.no_grad():
             acceptance = torch.minimum(logits.softmax(-1), teacher_logits.softmax(-1)).sum(-1)
@@ -145,7 +146,7 @@ def measure(case: Case, way: str, *, repeats: int, threads: int, chunk: int | No
         wall.append(time.perf_counter() - start)
         processor.append(time.process_time() - start_cpu)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    supervised = int(batch.supervised.sum())
+    supervised = int(batch.loss_mask.sum())
     return {
         "loss": loss,
         "best_s": min(wall),

@@ -1,7 +1,7 @@
 """Which start learns fastest: random weights or the target's own top layer, for every kind of drafter.
 
 1. Take a run's settings and its finished cache; hold some conversations out, the same for all.
-2. Train each kind from each start: the same anchors, packs and schedule, by the settings but for the steps.
+2. Train each kind from each start: the same anchors, micro-batches and schedule, by the settings but for the steps.
 3. Measure the expected accepted length on the held-out conversations before, during and after.
 4. Print a table, and write it where `--output` says.
 
@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 
 from cluster.schedule import learning_rate_factor
-from dspark.losses import LossConfig, add_sums, metrics_of
+from dspark.losses.fused_loss import BlockLoss
+from dspark.losses.losses import add_sums, metrics_of
 from pipelines.settings import Settings, load_settings
 from pipelines.target_facts import examine_target
-from pipelines.training.batches import SampleIndex
-from pipelines.training.loader import PackReader
-from pipelines.training.model import BlockLoss, make_drafter
+from pipelines.training.loader import MicroBatchReader, Rows
+from pipelines.training.model import make_drafter, teacher_normalizers
 from pipelines.training.task import TrainingTask, step_plan
 from storage.cache.target_cache import TargetCache
 
@@ -52,11 +52,13 @@ def train(settings: Settings, cache_folder: str, *, steps: int, held_out: int) -
         total_steps=steps,
         threads=torch.get_num_threads(),
     )
-    trained, kept = SampleIndex.of(cache).held_out(held_out)
+    trained, kept = Rows.of(cache).split(held_out)
     plan, judge = step_plan(settings, trained, steps), step_plan(settings, kept, 1)
-    module = BlockLoss(make_drafter(task, cache), LossConfig(**settings.train.loss.model_dump()))
+    module = BlockLoss(make_drafter(task, cache), settings.train.loss.config)
     module.take_head()
-    reader = PackReader(dtype=torch.float32, block_size=plan.block_size, log_normalizers=module.teacher_normalizers())
+    reader = MicroBatchReader(
+        dtype=torch.float32, block_size=plan.block_size, log_normalizers=teacher_normalizers(module)
+    )
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=settings.train.learning_rate, weight_decay=0.0)
     marks, figures = {0, steps // 4, steps // 2, steps}, []
@@ -65,7 +67,7 @@ def train(settings: Settings, cache_folder: str, *, steps: int, held_out: int) -
         sums: dict[str, float] = {}
         with torch.no_grad():
             for place in range(judge.steps_in_epoch):
-                for planned in judge.step(place).packs:
+                for planned in judge.step(place).micro_batches:
                     sums = add_sums(sums, module(reader(cache, planned), 1.0)[1])
         return metrics_of(sums)
 
@@ -79,7 +81,7 @@ def train(settings: Settings, cache_folder: str, *, steps: int, held_out: int) -
             break
         step = plan.step(number)
         optimizer.zero_grad()
-        for planned in step.packs:
+        for planned in step.micro_batches:
             module(reader(cache, planned), step.normalizer)[0].backward()
         torch.nn.utils.clip_grad_norm_(parameters, settings.train.max_grad_norm or torch.inf)
         for group in optimizer.param_groups:

@@ -6,8 +6,8 @@
    `plain`      one sequence a micro-batch, always as many blocks as anchors are allowed (dummy ones where the sequence
                 has fewer), the logits of all slots at once, the target's head projected for every slot beside the
                 draft's, dense attention; torch's optimizer.
-   `bare loop`  this code's packs, attention and loss under the same optimizer, without DeepSpeed or Ray.
-   `DeepSpeed`  the same under the training engine, packs read from the cache by a loader worker ahead of need.
+   `bare loop`  this code's micro-batches, attention and loss under the same optimizer, without DeepSpeed or Ray.
+   `DeepSpeed`  the same under the training engine, micro-batches read from the cache by a loader worker ahead of need.
    `Ray Train`  that again in a training group's worker.
 3. Print seconds a step, those of the processor in this process (which a busy machine changes less), supervised
    positions a second, peak memory, the loss and the gradient's norm (equal where the
@@ -56,7 +56,7 @@ class Shape:
     answer: int = 380  # median tokens of an answer
     longest: int = 1024
     sequences: int = 4  # a step
-    budget: int = 4096  # work of a pack
+    budget: int = 4096  # work of a micro-batch
     dtype: str = "float32"
     codec: str = "int8"
 
@@ -150,11 +150,10 @@ class Bench:
         from transformers import Qwen3Config
 
         from dspark.config import DrafterConfig
-        from dspark.losses import LossConfig
+        from dspark.losses.fused_loss import BlockLoss
+        from dspark.losses.losses import LossConfig
         from dspark.models.dspark import DSpark
-        from pipelines.training.batches import SampleIndex, StepPlan
-        from pipelines.training.loader import PackReader
-        from pipelines.training.model import BlockLoss
+        from pipelines.training.loader import MicroBatchReader, Rows, StepPlan
         from storage.cache.target_cache import TargetCache
 
         torch.set_num_threads(threads)
@@ -186,17 +185,17 @@ class Bench:
         self.module = BlockLoss(self.drafter, LossConfig())
         self.cache = TargetCache.open(root)
         self.plan = StepPlan(
-            index=SampleIndex.of(self.cache),
+            index=Rows.of(self.cache),
             seed=0,
             global_batch_size=shape.sequences,
             num_anchors=shape.anchors,
             anchor_rule="paper",
             block_size=shape.block,
             position_decay=4.0,
-            pack_budget=shape.budget,
+            max_tokens_per_micro_batch=shape.budget,
             total_steps=steps,
         )
-        self.reader = PackReader(dtype=self.dtype, block_size=shape.block)
+        self.reader = MicroBatchReader(dtype=self.dtype, block_size=shape.block)
 
     def parameters(self) -> list[Any]:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -214,13 +213,13 @@ class Bench:
         width, keys = shape.heads * shape.head_dim, 2 * shape.key_heads * shape.head_dim
         layer = shape.hidden * (2 * width + keys) + 3 * shape.hidden * shape.inner
         for step in map(self.plan.step, range(self.plan.total_steps)):
-            for planned in step.packs:
+            for planned in step.micro_batches:
                 batch = self.reader(self.cache, planned)
                 tokens, slots = batch.num_context_tokens, batch.num_blocks * shape.block
                 seen = (batch.block_anchor - batch.sequence_starts[batch.block_sequence] + shape.block).sum().item()
                 context = tokens * shape.hidden * (shape.captured * shape.hidden + shape.layers * keys)
                 blocks = shape.layers * (slots * layer + 2 * shape.block * seen * width)
-                supervised, head = int(batch.supervised.sum()), shape.vocabulary * shape.hidden
+                supervised, head = int(batch.loss_mask.sum()), shape.vocabulary * shape.hidden
                 markov = 3 * supervised * shape.vocabulary * shape.rank
                 total += 2 * (3 * (context + blocks) + 2 * supervised * head + len(batch.teacher) * head + markov)
         return total / self.plan.total_steps
@@ -233,7 +232,7 @@ class Bench:
         optimizer = torch.optim.AdamW(self.parameters(), **OPTIMIZER)
         for number in range(self.plan.total_steps):
             step, loss, supervised = self.plan.step(number), 0.0, 0
-            for planned in step.packs:
+            for planned in step.micro_batches:
                 for row, anchors in zip(planned.rows, planned.anchors, strict=True):
                     one = replace(planned, rows=(row,), anchors=(anchors,))
                     batch = with_dummies(self.reader(self.cache, one), self.shape.anchors).to(self.device)
@@ -241,7 +240,7 @@ class Bench:
                         part = plain_loss(self.drafter, batch) / step.normalizer
                     part.backward()
                     loss += part.item()
-                    supervised += int(batch.supervised.sum())
+                    supervised += int(batch.loss_mask.sum())
             norm = torch.nn.utils.clip_grad_norm_(self.parameters(), CLIP)
             optimizer.step()
             optimizer.zero_grad()
@@ -256,7 +255,7 @@ class Bench:
         optimizer = torch.optim.AdamW(self.parameters(), **OPTIMIZER)
         for number in range(self.plan.total_steps):
             step, loss, supervised = self.plan.step(number), 0.0, 0
-            for planned in step.packs:
+            for planned in step.micro_batches:
                 batch = self.reader(self.cache, planned).to(self.device)
                 with self.autocast():
                     part, sums = self.module(batch, step.normalizer)
@@ -298,7 +297,7 @@ class Bench:
                     supervised += int(sums["slots"])
                     return loss
 
-                result = engine.train_step(step.number, step.packs, loss_of)
+                result = engine.train_step(step.number, step.micro_batches, loss_of)
                 yield result.loss, result.gradient_norm, supervised, waited
 
 
@@ -315,8 +314,8 @@ def with_dummies(batch: Any, blocks: int) -> Any:
         block_anchor=batch.block_anchor[index],
         block_starts=torch.tensor([0, blocks]),
         previous_ids=batch.previous_ids[index],
-        label_ids=batch.label_ids[index],
-        supervised=batch.supervised[index] & ~dummy[:, None],
+        labels=batch.labels[index],
+        loss_mask=batch.loss_mask[index] & ~dummy[:, None],
         teacher_index=batch.teacher_index[index],
     )
 
@@ -329,10 +328,10 @@ def plain_loss(drafter: Any, batch: Any) -> Any:
     states = drafter.block_states(batch)
     head = drafter.sequential_head
     logits = drafter.lm_head(states) + head.bias_vectors(states, batch.previous_ids) @ head.markov_w2.weight.T
-    target = drafter.lm_head(batch.teacher.states[batch.teacher_index].to(states.dtype))
+    target = drafter.lm_head(batch.teacher.last_hidden_state[batch.teacher_index].to(states.dtype))
     draft, teacher = logits.float().softmax(-1), target.float().softmax(-1)
-    weights = torch.exp(-torch.arange(states.shape[1], device=states.device) / 4.0) * batch.supervised
-    ce = F.cross_entropy(logits.float().flatten(0, 1), batch.label_ids.flatten(), reduction="none").view_as(weights)
+    weights = torch.exp(-torch.arange(states.shape[1], device=states.device) / 4.0) * batch.loss_mask
+    ce = F.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten(), reduction="none").view_as(weights)
     l1 = (draft - teacher).abs().sum(-1)
     with torch.no_grad():
         acceptance = torch.minimum(draft, teacher).sum(-1)

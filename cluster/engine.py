@@ -64,7 +64,7 @@ class TrainEngine:
         micro_batches: Sequence[MicroBatch],
         loss_of: Callable[[MicroBatch], torch.Tensor] | None = None,
         *,
-        filler: Callable[[], torch.Tensor] | None = None,
+        dummy_loss: Callable[[], torch.Tensor] | None = None,
     ) -> StepResult:
         """One optimizer step over this rank's `micro_batches`.
 
@@ -73,22 +73,22 @@ class TrainEngine:
             micro_batches: this rank's share, possibly empty.
             loss_of: the scalar loss of a micro-batch, divided by the global normaliser. None calls the module itself.
                 ZeRO stage 3 needs a call of `deepspeed`, whose hooks gather the parameters.
-            filler: from ZeRO stage 2 on, any loss that went through the module, for a rank with fewer micro-batches
+            dummy_loss: from ZeRO stage 2 on, any loss that went through the module, for a rank with fewer micro-batches
                 than another: all of them have to gather parameters, and to reduce gradients, equally often and in the
                 same order. It counts nothing.
 
         Raises:
-            ValueError: from ZeRO stage 2 on, ranks have different numbers of micro-batches and there is no filler.
+            ValueError: from ZeRO stage 2 on, ranks have different numbers of micro-batches, and no `dummy_loss`.
         """
         import torch
 
         compute = loss_of or self.deepspeed
         stage = self.settings.zero_stage
         rounds = len(micro_batches) if stage < 2 else self._most(len(micro_batches))
-        if stage >= 2 and len(micro_batches) < max(1, rounds) and filler is None:
+        if stage >= 2 and len(micro_batches) < max(1, rounds) and dummy_loss is None:
             raise ValueError(
                 f"at zero_stage = {stage} a rank with {len(micro_batches)} micro-batches, where another has {rounds}, "
-                "needs a filler: any loss that goes through the module"
+                "needs a `dummy_loss`: any loss that goes through the module"
             )
         learning_rate = self.settings.learning_rate_at(step, self.total_steps)
         for group in self.deepspeed.optimizer.param_groups:
@@ -99,7 +99,7 @@ class TrainEngine:
                 loss = compute(micro_batches[index])
                 total += loss.detach().double().cpu()
             else:
-                loss = filler() * 0.0 if stage >= 2 and filler is not None else None
+                loss = dummy_loss() * 0.0 if stage >= 2 and dummy_loss is not None else None
             if index == 0 and stage < 3:
                 loss = self._nothing() if loss is None else loss + self._nothing()
             # DeepSpeed divides by the number of ranks; the sum over micro-batches is as it is.
@@ -233,8 +233,8 @@ class _MallocInfo(ctypes.Structure):
 def release_freed_memory(beyond: int = 2**29) -> None:
     """Give freed pages back to the system once more than `beyond` bytes of them are held; where the C library can.
 
-    Packs differ in size, so that the activations of one leave holes that do not fit those of the next: without this, a
-    process that trains on a CPU grows by a third. Pages given back cost time when they are needed again.
+    Micro-batches differ in size, so the activations of one leave holes that do not fit those of the next: without this,
+    a process that trains on a CPU grows by a third. Pages given back cost time when they are needed again.
     """
     library = ctypes.CDLL(None)
     if not (hasattr(library, "mallinfo2") and hasattr(library, "malloc_trim")):

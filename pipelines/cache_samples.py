@@ -9,7 +9,7 @@ import torch
 from pipelines.errors import UserError
 
 if TYPE_CHECKING:
-    from storage.cache.records import StoredRow
+    from storage.cache.shards import StoredRow
     from storage.cache.target_cache import TargetCache
 
 TOKENS_SHOWN = 12
@@ -40,7 +40,7 @@ def _describe(index: int, row: StoredRow, tokenizer: Any) -> dict[str, Any]:
         "sample_id": row.sample_id,
         "tokens": len(row.input_ids),
         "supervised_spans": [list(span) for span in row.spans],
-        "supervised_tokens": int(row.supervised.sum()),
+        "supervised_tokens": int(row.loss_mask.sum()),
         "first_ids": row.input_ids[:TOKENS_SHOWN].tolist(),
         "features": _figures(row.features),
         "teacher_positions": len(row.teacher_positions),

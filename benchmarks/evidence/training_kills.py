@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from toy_training import Toy, start, train
 
-from pipelines.training.log import HELD_OUT, LOG, read_log
+from pipelines.training.log import LOG, VALIDATION, read_log
 from pipelines.training.task import TrainingTask
 from storage.checkpoints import complete_checkpoints, load_checkpoint, newest_checkpoint
 
@@ -136,7 +136,7 @@ def sweep(folder: Path, kills: int, seed: int, steps: int) -> dict[str, Any]:
         "weights_and_optimizer_bit_equal": ours.keys() == theirs.keys()
         and all(torch.equal(ours[key], theirs[key]) for key in theirs),
         "log_equal": logged(task, LOG) == logged(reference, LOG),
-        "held_out_log_equal": logged(task, HELD_OUT) == logged(reference, HELD_OUT),
+        "held_out_log_equal": logged(task, VALIDATION) == logged(reference, VALIDATION),
         "no_leftovers": not is_writing(Path(task.output)),
     }
     return {
@@ -150,7 +150,7 @@ def sweep(folder: Path, kills: int, seed: int, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    from pipelines.runs.provenance import collect
+    from pipelines.provenance import collect
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=30)

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from dspark.config import DrafterConfig, SettingError, bad_setting
 from dspark.families import family_of
+from dspark.losses.micro_batch import MicroBatch
 from dspark.models.backbone import Rotary, initialise
 from dspark.models.draft_cache import DraftCache
 from dspark.models.heads import ConfidenceHead, SequentialHead
 from dspark.models.kernels import Implementation
-from dspark.packing import PackedBatch
 
 if TYPE_CHECKING:
     from dspark.decoding.target import Target
@@ -165,10 +165,10 @@ class Drafter(nn.Module, ABC):
     # Training
 
     @abstractmethod
-    def block_states(self, batch: PackedBatch) -> Tensor:
+    def block_states(self, batch: MicroBatch) -> Tensor:
         """Post-`norm` states [N, G, d] of all packed blocks; slot k is for the token at anchor + k + 1."""
 
-    def forward(self, batch: PackedBatch) -> Tensor:
+    def forward(self, batch: MicroBatch) -> Tensor:
         """`block_states`: DeepSpeed and its like wrap `forward`."""
         return self.block_states(batch)
 

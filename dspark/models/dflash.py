@@ -15,12 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from dspark.config import DrafterConfig, bad_setting
 from dspark.families import FAMILIES
+from dspark.losses.micro_batch import MicroBatch
 from dspark.models.backbone import DraftLayer, RMSNorm
 from dspark.models.base import Choose, Drafter, OutputWeights, vllm_command
 from dspark.models.draft_cache import DraftCache
 from dspark.models.kernels import BlockAttention
 from dspark.models.starting_weights import copy_layer, read_last_captured, scale_projections, source_layers
-from dspark.packing import PackedBatch
 from dspark.registry import algorithms
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class DFlash(Drafter):
         """hidden_norm(fc(hidden_states)): [..., m*d] to [..., d]."""
         return self.hidden_norm(super().project_context(hidden_states))
 
-    def block_states(self, batch: PackedBatch) -> Tensor:
+    def block_states(self, batch: MicroBatch) -> Tensor:
         config = self.config
         slots = config.input_slots
         blocks = BlockAttention(
@@ -138,7 +138,7 @@ class DFlash(Drafter):
             slots=slots,
             implementation=self.attention,
         )
-        context = self.project_context(batch.features)
+        context = self.project_context(batch.hidden_states)
         offsets = torch.arange(slots, device=context.device)
         block_positions = batch.positions[batch.block_anchor][:, None] + offsets
         context_rotation = self.rotary(batch.positions, context.dtype)

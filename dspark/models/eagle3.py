@@ -4,7 +4,7 @@ B rows, T packed context tokens, N blocks of G steps, M new tokens, V vocabulary
 
 The state of the target at t is paired with the token at t+1. Seen from a block with anchor a = t+1, step i takes the
 token at a+i (the anchor, then true or drafted tokens) at rotary position t+i and predicts the token at a+i+1: the same
-slots, labels and visible context as every other drafter's block, so packs, losses and decoding are shared with them.
+slots, labels and visible context as every other drafter's block, so micro-batches, losses and decoding are shared.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dspark.config import DrafterConfig, bad_setting
+from dspark.losses.micro_batch import MicroBatch
 from dspark.models.backbone import DraftAttention, GatedMLP, RMSNorm, Rotation
 from dspark.models.base import NO_HEADS, Choose, Drafter, OutputWeights, vllm_command
 from dspark.models.draft_cache import DraftCache
 from dspark.models.kernels import BlockAttention
 from dspark.models.starting_weights import copy_layer, read_last_captured, scale_projections, source_layers
-from dspark.packing import PackedBatch
 from dspark.registry import algorithms
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class Eagle3(Drafter):
         assert isinstance(layer, Eagle3Layer)
         return layer
 
-    def block_states(self, batch: PackedBatch) -> Tensor:
+    def block_states(self, batch: MicroBatch) -> Tensor:
         """Post-`norm` states [N, G, d] of unrolled steps; step i is for the token at anchor + i + 1.
 
         Step i's query sees the context's keys strictly before t = anchor - 1 and, at t, the keys of steps 0 to i.
@@ -138,7 +138,7 @@ class Eagle3(Drafter):
         if bool((batch.positions[batch.block_anchor] == 0).any()):
             raise ValueError("EAGLE-3 reads the state before the anchor: a sequence's first token cannot be an anchor")
         layer, attention = self.layer, self.layer.self_attn
-        context = self.project_context(batch.features)
+        context = self.project_context(batch.hidden_states)
         # The last token's pair lies in the next sequence, or nowhere; no block sees it.
         pairs = self.embed_tokens(batch.input_ids.roll(-1))
         joined = layer.joined(pairs, context)

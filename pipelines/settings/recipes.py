@@ -33,10 +33,12 @@ def with_recipe(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_fitting_loss(drafter: DrafterSettings, loss: LossSettings) -> None:
-    """Raises ValueError for a confidence loss without that head."""
-    if loss.confidence and not drafter.has_confidence_head:
-        raise ValueError(
-            f"train.loss.confidence is {loss.confidence:g}, but the drafter (drafter.algorithm={drafter.algorithm}, "
-            f"drafter.enable_confidence_head={str(drafter.enable_confidence_head).lower()}) has no confidence head: "
-            "leave it out, or set it to 0"
-        )
+    """Raises ValueError for a loss term that reads a confidence head which the drafter has not."""
+    config = loss.config
+    for name, term in config.terms.items():
+        if "confidence_logits" in term.reads and not drafter.has_confidence_head:
+            raise ValueError(
+                f"train.loss.{name} is {config.weights[name]:g}, but the drafter (drafter.algorithm="
+                f"{drafter.algorithm}, drafter.enable_confidence_head={str(drafter.enable_confidence_head).lower()}) "
+                "has no confidence head: leave it out, or set it to 0"
+            )

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from datetime import datetime
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 
 from dspark.config import MAX_BLOCK_SIZE, DrafterConfig, check_heads
+from dspark.losses.losses import LossConfig, loss_settings
 from dspark.registry import algorithms
 from pipelines.plugins import load_texts, plugin_texts
 from pipelines.settings.recipes import require_fitting_loss
@@ -224,30 +225,35 @@ class DrafterSettings(Section):
         return self
 
 
-class LossSettings(Section):
-    """Weights of the loss terms; slot k (from 1) weighs exp(-(k-1)/position_decay).
+class _LossSettings(Section):
+    """Weights of the loss terms, which `dspark.losses.losses` lists with their options and defaults; a plugin's too.
 
     The defaults are DSpark's; other algorithms have their own (`loss` of their class).
     """
 
-    ce: NonNegative = 0.1  # to the text
-    l1: NonNegative = 0.9  # to the target's distribution, as the next three
-    kl: NonNegative = 0.0
-    soft_ce: NonNegative = 0.0
-    negative_log_acceptance: NonNegative = 0.0  # -log of the acceptance rate
-    lk_hybrid: NonNegative = 0.0  # between kl and total variation, the more the latter the higher the acceptance rate
-    lk_hybrid_decay: NonNegative = 3.0
-    confidence: NonNegative = 1.0
-    position_decay: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 4.0
+    model_config = ConfigDict(extra="allow")  # terms of plugins
+
+    position_decay: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 4.0  # slot k from 1: exp(-(k-1)/decay)
     chunk_slots: Positive | None = None  # slots whose logits exist at once; null: chosen from the vocabulary
 
+    @property
+    def config(self) -> LossConfig:
+        """What training takes. Raises ValueError for a term that there is not, or where nothing would be learnt."""
+        return LossConfig(**self.model_dump())
+
     @model_validator(mode="after")
-    def _something_to_learn(self) -> LossSettings:
-        if not any((self.ce, self.l1, self.kl, self.soft_ce, self.negative_log_acceptance, self.lk_hybrid)):
-            raise ValueError(
-                "every term but confidence is 0: nothing would be learnt; the paper uses ce 0.1 and l1 0.9"
-            )
+    def _is_a_loss(self) -> _LossSettings:
+        _ = self.config
         return self
+
+
+if TYPE_CHECKING:
+    LossSettings = _LossSettings
+else:
+    of_terms = {name: (NonNegative, default) for name, default in loss_settings().items()}
+    LossSettings = create_model(
+        "LossSettings", __base__=_LossSettings, __module__=__name__, __doc__=_LossSettings.__doc__, **of_terms
+    )
 
 
 class TrainSettings(Section):

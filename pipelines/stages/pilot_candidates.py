@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dspark.anchors import draw_anchors, supervised_mask
 from dspark.decoding.target import TargetError
-from dspark.losses import LossConfig, fused_loss, output_head_of
-from dspark.output_head import log_normalizers
-from dspark.packing import DenseTeacher, PackedBatch, Sample, pack
+from dspark.losses.anchors import draw_anchors, loss_mask_of
+from dspark.losses.fused_loss import fused_loss, output_head_of
+from dspark.losses.losses import LossConfig
+from dspark.losses.micro_batch import MicroBatch, make_micro_batch
+from dspark.losses.output_head import log_normalizers
 from pipelines.stages.capture import read_directions, teacher_row
-from storage.codecs.base import Codec, TeacherRow
+from storage.cache.shards import StoredRow
+from storage.codecs.base import Codec, StoredTeacher, TeacherRow
 from storage.codecs.fitting import fit_codec, fit_teacher
 from storage.codecs.measure import measure
 from storage.codecs.registry import CodecSpec
@@ -120,7 +122,7 @@ class FeatureJudge:
         self._rows = rows
         self._drafters = drafters
         self._heads = {name: output_head_of(drafter) for name, drafter in drafters.items()}
-        self._batches = {name: self._pack(worker, conversations, name) for name in drafters}
+        self._batches = {name: self._micro_batches(worker, conversations, name) for name in drafters}
         self._exact = {name: self._rates(name, list(batches)) for name, batches in self._batches.items()}
 
     def error(self, codec: Codec) -> dict[str, float]:
@@ -136,10 +138,12 @@ class FeatureJudge:
         error, loss = max(found)
         return {"error": float(f"{error:.4g}"), "loss": float(f"{loss:.4g}")}
 
-    def _pack(self, worker: PilotWorker, conversations: Sequence[Conversation], pilot: str) -> list[PackedBatch]:
+    def _micro_batches(
+        self, worker: PilotWorker, conversations: Sequence[Conversation], pilot: str
+    ) -> list[MicroBatch]:
         batches = []
         for conversation, row in zip(conversations, self._rows, strict=True):
-            mask = supervised_mask(conversation.spans, len(conversation.input_ids))
+            mask = loss_mask_of(conversation.spans, len(conversation.input_ids))
             anchors = draw_anchors(
                 mask,
                 ANCHORS,
@@ -151,22 +155,21 @@ class FeatureJudge:
             if not len(anchors):
                 continue
             positions = torch.from_numpy(row.positions)
-            sample = Sample(
+            sample = StoredRow(
                 sample_id=conversation.sample_id,
                 input_ids=torch.tensor(conversation.input_ids),
-                spans=conversation.spans,
+                spans=tuple(conversation.spans),
                 features=row.features.float(),
                 teacher_positions=positions,
-                teacher=DenseTeacher(states=row.last[positions].float()),
+                teacher=StoredTeacher(last_hidden_state=row.last[positions].float()),
             )
-            batch = pack([sample], [anchors], self._drafters[pilot].block_size).to(worker.target.device)
-            assert isinstance(batch.teacher, DenseTeacher)
+            batch = make_micro_batch([sample], [anchors], self._drafters[pilot].block_size).to(worker.target.device)
             batch.teacher.log_normalizers = log_normalizers(batch.teacher, self._heads[pilot])
             batches.append(batch)
         return batches
 
     @torch.no_grad()
-    def _rates(self, name: str, batches: Sequence[PackedBatch]) -> torch.Tensor:
+    def _rates(self, name: str, batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Mean acceptance rate of each conversation."""
         drafter, rates = self._drafters[name], []
         for batch in batches:
@@ -177,11 +180,11 @@ class FeatureJudge:
         return torch.tensor(rates)
 
     @staticmethod
-    def _recode(batch: PackedBatch, codec: Codec) -> PackedBatch:
+    def _recode(batch: MicroBatch, codec: Codec) -> MicroBatch:
         """The batch with its features as a reader of the cache gets them, coordinates turned back into states."""
-        device = batch.features.device
-        payload = codec.encode(batch.features.cpu(), first=True)
-        coded = codec.decode(payload, len(batch.features), dtype=torch.float32)
+        device = batch.hidden_states.device
+        payload = codec.encode(batch.hidden_states.cpu(), first=True)
+        coded = codec.decode(payload, len(batch.hidden_states), dtype=torch.float32)
         if codec.lift is not None:
             coded = coded @ codec.lift.float().t()
-        return replace(batch, features=coded.to(device))
+        return replace(batch, hidden_states=coded.to(device))

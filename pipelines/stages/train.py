@@ -29,7 +29,7 @@ from pipelines.target_facts import TargetFacts, examine_target
 
 if TYPE_CHECKING:
     from pipelines.progress import Reporter, Task
-    from pipelines.runs.run import Run
+    from pipelines.run import Run
     from pipelines.tracking import Tracker
 
 
@@ -236,10 +236,10 @@ def _following(folder: Path, task: Task, reporter: Reporter, tracker: Tracker | 
 
     The tracker first gets the lines up to the checkpoint that a stopped process had no time to hand over.
     """
-    from pipelines.training.log import HELD_OUT, LOG, read_log
+    from pipelines.training.log import LOG, VALIDATION, read_log
 
     stop = threading.Event()
-    names = {LOG: "train", HELD_OUT: "held_out"}
+    names = {LOG: "train", VALIDATION: "validation"}
     last = dict.fromkeys(names, start)
 
     def numbers(name: str, line: dict[str, Any]) -> dict[str, float]:
@@ -263,7 +263,7 @@ def _following(folder: Path, task: Task, reporter: Reporter, tracker: Tracker | 
                 tau = new[-1].get("tau_probabilistic", 0.0)
                 task.update(new[-1]["step"], loss="not finite" if loss is None else loss, tau=tau)
             elif new:
-                task.update(task.done, held_out_tau=new[-1]["tau_probabilistic"])
+                task.update(task.done, validation_tau=new[-1]["tau_probabilistic"])
 
     def follow() -> None:
         while not stop.wait(1.0):

@@ -1,7 +1,7 @@
 """Checkpoints of a training: written now and then, in the background if wanted, and taken up by any number of ranks.
 
-A checkpoint holds the trainable weights and the optimizer's state by parameter name, the step, and the tally of the
-next line of the log. The position in the sample order, the seeds and the learning rate follow from the step.
+A checkpoint holds the trainable weights and the optimizer's state by parameter name, the step, and what the
+next line of the log tells. The position in the sample order, the seeds and the learning rate follow from the step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import distributed
 
-from pipelines.training.log import Tally
+from pipelines.training.log import StepTotals
 from storage.checkpoints import best_checkpoint, load_checkpoint, newest_checkpoint, remove_leftovers, save_checkpoint
 
 if TYPE_CHECKING:
@@ -35,23 +35,23 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._wait(raising=kind is None)
 
-    def resume(self) -> tuple[int, Tally]:
-        """Take up the newest complete checkpoint; the step to go on with, and the tally (sums on rank 0 alone)."""
+    def resume(self) -> tuple[int, StepTotals]:
+        """Take up the newest complete checkpoint; the step to go on with, and the totals (sums on rank 0 alone)."""
         if self._engine.rank == 0:
             remove_leftovers(self._folder)
         distributed.barrier()
         newest = newest_checkpoint(self._folder)
         if newest is None:
-            return 0, Tally()
+            return 0, StepTotals()
         checkpoint = load_checkpoint(newest, check_hashes=False)  # `newest_checkpoint` has checked them
         self._engine.load(checkpoint.tensors)
-        tally = Tally(**checkpoint.state["tally"])
+        totals = StepTotals(**checkpoint.state["tally"])
         if self._engine.rank != 0:
-            tally.sums = {}
-        return int(checkpoint.state["step"]), tally
+            totals.sums = {}
+        return int(checkpoint.state["step"]), totals
 
-    def save(self, step: int, tally: Tally, sums: Mapping[str, float], score: float | None) -> None:
-        """Write the checkpoint of the state after `step` steps; `sums` are the tally's over all ranks.
+    def save(self, step: int, totals: StepTotals, sums: Mapping[str, float], score: float | None) -> None:
+        """Write the checkpoint of the state after `step` steps; `sums` are the totals' over all ranks.
 
         Raises OSError or StorageFull for this checkpoint, or for an earlier one written in the background.
         """
@@ -59,7 +59,7 @@ class Checkpoints:
         self._wait()
         if self._engine.rank != 0:
             return
-        state = {"step": step, "tally": {**tally.to_dict(), "sums": dict(sums)}}
+        state = {"step": step, "tally": {**totals.to_dict(), "sums": dict(sums)}}
         if self._settings.checkpoint_in_background:
             self._writer = threading.Thread(target=self._write_quietly, args=(step, tensors, state, score))
             self._writer.start()

@@ -1,34 +1,183 @@
-"""Packed batches of the steps to come: read, decoded and packed ahead of need, within a bound of bytes.
+"""From the cache to micro-batches: which rows each rank computes in each step, read and decoded ahead of need.
 
-Worker processes do it (`storage.cache.read_ahead`), or a thread of this process where none are asked for. A pack's
-size is known from its rows' lengths before anything is read, so the bound holds whatever the readers do.
+1. The global batch of the step (`storage.order`): which samples.
+2. Their anchors (`dspark.losses.anchors`): drawn by (seed, epoch, sample), so the loss's normaliser is known now.
+3. Micro-batches of bounded work, as many for every rank, dealt by work. All this reads no hidden state.
+4. Rows are read, decoded and put back to back by worker processes (`storage.cache.read_ahead`) or a thread. A
+   micro-batch's size is known from its rows' lengths, so what waits to be used stays within a bound of bytes.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dspark.packing import DenseTeacher, PackedBatch, Sample, pack
-from pipelines.training.batches import Pack, Step, StepPlan
-from pipelines.training.teacher import Finish, teacher_of
+from dspark.losses.anchors import AnchorRule, anchors_weight, draw_anchors, loss_mask_of
+from dspark.losses.micro_batch import MicroBatch, Teacher, make_micro_batch, plan_micro_batches
 from storage.cache.read_ahead import ReadAhead
+from storage.order import global_batches, position, steps_per_epoch
 
 if TYPE_CHECKING:
+    from storage.cache.shards import StoredRow
     from storage.cache.target_cache import TargetCache
 
+Spans = tuple[tuple[int, int], ...]
 
-class PackReader:
-    """From a planned pack to a packed batch. Pickles: every worker process has its own.
 
-    `log_normalizers` [P] of a teacher with P states, where it is given, is asked once a row and remembered for later
-    epochs. `finish`: the target's upper layers, for a cache whose teacher is recomputed.
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What is known of a cache's rows without their states; `numbers` and `shards` say where each of them is."""
+
+    sample_ids: tuple[str, ...]
+    lengths: tuple[int, ...]
+    spans: tuple[Spans, ...]
+    numbers: tuple[int, ...]
+    shards: tuple[int, ...]
+
+    @classmethod
+    def of(cls, cache: TargetCache) -> Rows:
+        counts = cache.rows_per_shard
+        return cls(
+            sample_ids=tuple(cache.sample_ids),
+            lengths=tuple(int(n) for n in cache.lengths),
+            spans=tuple(tuple(cache.spans(row)) for row in range(len(cache))),
+            numbers=tuple(range(len(cache))),
+            shards=tuple(np.repeat(np.arange(len(counts)), counts).tolist()),
+        )
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    def subset(self, places: Sequence[int]) -> Rows:
+        """The rows at these places, in this order."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return Rows(**{name: tuple(getattr(self, name)[i] for i in places) for name in names})
+
+    def split(self, count: int) -> tuple[Rows, Rows]:
+        """(rows to train on, `count` for validation): the ids with the smallest hashes, whatever else is there."""
+        hashes = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in self.sample_ids]
+        order = sorted(range(len(self)), key=lambda place: hashes[place])
+        return self.subset(sorted(order[count:])), self.subset(sorted(order[:count]))
+
+    @property
+    def rows_per_shard(self) -> tuple[int, ...]:
+        """Rows in each shard that has any, in the cache's order."""
+        return tuple(np.unique(self.shards, return_counts=True)[1].tolist())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedMicroBatch:
+    """Numbers of rows of the cache, and where the blocks of each start."""
+
+    rows: tuple[int, ...]
+    anchors: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One optimizer step of one rank. `normalizer` is the slot weight of the whole global batch."""
+
+    number: int
+    epoch: int
+    normalizer: float
+    micro_batches: tuple[PlannedMicroBatch, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """The steps of a training run: a pure function of the settings, the cache's rows and the step."""
+
+    rows: Rows
+    seed: int
+    global_batch_size: int
+    num_anchors: int
+    anchor_rule: AnchorRule
+    first_anchor: int = 0  # the drafter's
+    block_size: int
+    position_decay: float
+    max_tokens_per_micro_batch: int
+    total_steps: int
+    shuffle_window: int | None = None  # shards that a shuffle mixes; None: all of them
+
+    @property
+    def steps_in_epoch(self) -> int:
+        return steps_per_epoch(len(self.rows), self.global_batch_size)
+
+    def step(self, number: int, *, rank: int = 0, ranks: int = 1) -> Step:
+        """What `rank` of `ranks` does in the 0-based step. Every rank gets the same number of micro-batches."""
+        epoch, place = position(number, self.steps_in_epoch)
+        members = [int(row) for row in self._batches(epoch)[place]]
+        anchors, weight = [], 0.0
+        for row in members:
+            mask, chosen = self._draw(row, epoch)
+            anchors.append(chosen)
+            if len(chosen):
+                weight += anchors_weight(mask, chosen, self.block_size, self.position_decay)
+        planned = plan_micro_batches(
+            [self.rows.lengths[row] for row in members],
+            [len(chosen) for chosen in anchors],
+            block_size=self.block_size,
+            max_tokens=self.max_tokens_per_micro_batch,
+            ranks=ranks,
+        )
+        mine = tuple(
+            PlannedMicroBatch(
+                rows=tuple(self.rows.numbers[members[i]] for i in group), anchors=tuple(anchors[i] for i in group)
+            )
+            for group in planned[rank::ranks]
+        )
+        return Step(number=number, epoch=epoch, normalizer=weight, micro_batches=mine)
+
+    def smallest(self) -> PlannedMicroBatch:
+        """The first block of the shortest sample that has any. ValueError if none has."""
+        for row in np.argsort(self.rows.lengths, kind="stable").tolist():
+            _, chosen = self._draw(row, 0)
+            if len(chosen):
+                return PlannedMicroBatch(rows=(self.rows.numbers[row],), anchors=(chosen[:1],))
+        raise ValueError("no sample has a position where a block may start: nothing is supervised")
+
+    def _draw(self, row: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """A sample's loss mask and the anchors of this epoch."""
+        mask = loss_mask_of(self.rows.spans[row], self.rows.lengths[row])
+        chosen = draw_anchors(
+            mask,
+            self.num_anchors,
+            seed=self.seed,
+            epoch=epoch,
+            sample_id=self.rows.sample_ids[row],
+            rule=self.anchor_rule,
+            first=self.first_anchor,
+        )
+        return mask, chosen
+
+    def _batches(self, epoch: int) -> list[np.ndarray]:
+        shards = None if self.shuffle_window is None else self.rows.rows_per_shard
+        return _global_batches(len(self.rows), self.global_batch_size, self.seed, epoch, shards, self.shuffle_window)
+
+
+@lru_cache(maxsize=4)
+def _global_batches(
+    samples: int, batch_size: int, seed: int, epoch: int, shards: tuple[int, ...] | None, window: int | None
+) -> list[np.ndarray]:
+    return global_batches(samples, batch_size, seed=seed, epoch=epoch, rows_per_shard=shards, window=window)
+
+
+class MicroBatchReader:
+    """From a planned micro-batch to a real one. Pickles: every worker process has its own.
+
+    `log_normalizers` [P] of a teacher, where it is given, is asked once a row and remembered for later epochs.
+    `upper_layers`: from the last captured layer's output to last hidden states, for a teacher that is recomputed.
     """
 
     def __init__(
@@ -36,47 +185,51 @@ class PackReader:
         *,
         dtype: torch.dtype,
         block_size: int,
-        log_normalizers: Callable[[DenseTeacher], Tensor] | None = None,
-        finish: Finish | None = None,
+        log_normalizers: Callable[[Teacher], Tensor] | None = None,
+        upper_layers: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.dtype, self._block_size, self._log_normalizers = dtype, block_size, log_normalizers
-        self._finish = finish
+        self.dtype, self._block_size = dtype, block_size
+        self._log_normalizers, self._upper_layers = log_normalizers, upper_layers
         self._known: dict[int, Tensor] = {}
 
-    def __call__(self, cache: TargetCache, planned: Pack) -> PackedBatch:
-        """The pack's rows, decoded and put back to back."""
-        return pack([self._sample(cache, row) for row in planned.rows], planned.anchors, self._block_size)
+    def __call__(self, cache: TargetCache, planned: PlannedMicroBatch) -> MicroBatch:
+        """The rows, decoded and put back to back."""
+        rows = [self._row(cache, number) for number in planned.rows]
+        return make_micro_batch(rows, planned.anchors, self._block_size)
 
-    def _sample(self, cache: TargetCache, row: int) -> Sample:
-        stored = cache.row(row, dtype=self.dtype)
-        teacher = teacher_of(stored, self._finish)
-        if self._log_normalizers is not None and isinstance(teacher, DenseTeacher):
-            if row not in self._known:
-                self._known[row] = self._log_normalizers(teacher)
-            teacher.log_normalizers = self._known[row]
-        return Sample(
-            sample_id=stored.sample_id,
-            input_ids=stored.input_ids,
-            spans=stored.spans,
-            features=stored.features,
-            teacher_positions=stored.teacher_positions,
-            teacher=teacher,
-        )
+    def _row(self, cache: TargetCache, number: int) -> StoredRow:
+        row = cache.row(number, dtype=self.dtype)
+        teacher = row.teacher
+        if teacher is None:
+            return row
+        if teacher.source is not None:
+            if self._upper_layers is None:
+                raise ValueError(f"sample {row.sample_id!r}: its teacher is recomputed by the target's upper layers")
+            states = self._upper_layers(teacher.source)[row.teacher_positions].to(self.dtype)
+            teacher = dataclasses.replace(teacher, last_hidden_state=states, source=None)
+        if self._log_normalizers is not None and teacher.tail_mass is None:
+            if number not in self._known:
+                dense = Teacher(
+                    last_hidden_state=teacher.last_hidden_state, top_ids=teacher.top_ids, top_values=teacher.top_values
+                )
+                self._known[number] = self._log_normalizers(dense)
+            teacher = dataclasses.replace(teacher, log_normalizers=self._known[number])
+        return dataclasses.replace(row, teacher=teacher)
 
 
 class Loader:
-    """The steps from `first` on, and the batches of their packs; use it in a `with` block.
+    """The steps from `first` on, and their micro-batches; use it in a `with` block.
 
     Args:
         workers: processes that decode; 0 decodes in a thread of this one.
-        max_bytes: states that are being decoded or wait to be used, in all; a single pack may exceed it when alone.
-        pin: page-lock the batches, for asynchronous copies to a GPU.
+        max_bytes: states that are being decoded or wait to be used, in all; a single micro-batch always may.
+        pin: page-lock the micro-batches, for asynchronous copies to a GPU.
     """
 
     def __init__(
         self,
         cache: TargetCache,
-        reader: PackReader,
+        reader: MicroBatchReader,
         plan: StepPlan,
         *,
         first: int,
@@ -89,14 +242,14 @@ class Loader:
         self._cache, self._reader, self.plan, self._pin = cache, reader, plan, pin
         self._range, self._share = range(first, plan.total_steps), {"rank": rank, "ranks": ranks}
         self._planned: dict[int, Step] = {}
-        self._stand_in: PackedBatch | None = None
-        self._batches: ReadAhead[Pack, PackedBatch] | _ThreadAhead
-        packs, cost = self._packs(), self._cost
+        self._dummy: MicroBatch | None = None
+        self._batches: ReadAhead[PlannedMicroBatch, MicroBatch] | _ThreadAhead
+        planned, cost = self._planned_ahead(), self._cost
         if workers:
-            self._batches = ReadAhead(cache, packs, reader, cost=cost, workers=workers, max_bytes=max_bytes)
+            self._batches = ReadAhead(cache, planned, reader, cost=cost, workers=workers, max_bytes=max_bytes)
         else:
             threads_own = copy(cache)  # an open cache serves one thread
-            self._batches = _ThreadAhead(lambda planned: reader(threads_own, planned), packs, cost, max_bytes)
+            self._batches = _ThreadAhead(lambda item: reader(threads_own, item), planned, cost, max_bytes)
 
     def __enter__(self) -> Loader:
         return self
@@ -105,48 +258,48 @@ class Loader:
         self._batches.close()
 
     def steps(self) -> Iterator[Step]:
-        """The steps of this rank. Take one `batch` for each pack of a step that has rows before the next step."""
+        """The steps of this rank. Take one `batch` for each micro-batch that has rows before the next step."""
         for number in self._range:
             known = self._planned.pop(number) if number in self._planned else None
             yield known or self.plan.step(number, **self._share)
 
-    def batch(self) -> PackedBatch:
-        """The batch of the next pack that has rows; waits until it is there, and raises what reading it raised."""
+    def batch(self) -> MicroBatch:
+        """The next micro-batch that has rows; waits until it is there, and raises what reading it raised."""
         batch = next(self._batches)
         return batch.pin_memory() if self._pin else batch
 
-    def now(self, planned: Pack) -> PackedBatch:
-        """The batch of a pack outside the plan, read at once."""
+    def now(self, planned: PlannedMicroBatch) -> MicroBatch:
+        """A micro-batch outside the plan, read at once."""
         return self._reader(self._cache, planned)
 
-    def stand_in(self) -> PackedBatch:
-        """One block of the shortest sample that has any, for a rank without a pack where every rank has to compute."""
-        if self._stand_in is None:
-            self._stand_in = self.now(self.plan.smallest_pack())
-        return self._stand_in
+    def dummy_batch(self) -> MicroBatch:
+        """One block of the shortest sample that has any, for a rank without work where every rank has to compute."""
+        if self._dummy is None:
+            self._dummy = self.now(self.plan.smallest())
+        return self._dummy
 
-    def _packs(self) -> Iterator[Pack]:
+    def _planned_ahead(self) -> Iterator[PlannedMicroBatch]:
         """What is read, in order; steps planned here are kept for `steps`."""
         for number in self._range:
             self._planned[number] = step = self.plan.step(number, **self._share)
-            yield from (planned for planned in step.packs if planned.rows)
+            yield from (planned for planned in step.micro_batches if planned.rows)
 
-    def _cost(self, planned: Pack) -> int:
+    def _cost(self, planned: PlannedMicroBatch) -> int:
         return self._cache.decoded_bytes(planned.rows, dtype=self._reader.dtype)
 
 
 class _ThreadAhead:
-    """`ReadAhead` in a thread: results of `work` on `packs` in their order, at most `max_bytes` of them waiting."""
+    """`ReadAhead` in a thread: results of `work` on `items` in their order, at most `max_bytes` of them waiting."""
 
     def __init__(
         self,
-        work: Callable[[Pack], PackedBatch],
-        packs: Iterator[Pack],
-        cost: Callable[[Pack], int],
+        work: Callable[[PlannedMicroBatch], MicroBatch],
+        items: Iterator[PlannedMicroBatch],
+        cost: Callable[[PlannedMicroBatch], int],
         max_bytes: int,
     ) -> None:
-        self._work, self._packs, self._cost, self._max_bytes = work, packs, cost, max_bytes
-        self._ready: deque[tuple[int, PackedBatch]] = deque()
+        self._work, self._items, self._cost, self._max_bytes = work, items, cost, max_bytes
+        self._ready: deque[tuple[int, MicroBatch]] = deque()
         self._held = 0
         self._ended: BaseException | None = None
         self._closed = False
@@ -154,7 +307,7 @@ class _ThreadAhead:
         self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
         self._thread.start()
 
-    def __next__(self) -> PackedBatch:
+    def __next__(self) -> MicroBatch:
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._ended is not None)
             if not self._ready:
@@ -174,7 +327,7 @@ class _ThreadAhead:
     def _run(self) -> None:
         ended: BaseException = StopIteration()
         try:
-            for planned in self._packs:
+            for planned in self._items:
                 cost = self._cost(planned)
                 with self._changed:
                     while not self._closed and self._held and self._held + cost > self._max_bytes:

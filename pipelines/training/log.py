@@ -11,14 +11,14 @@ from typing import Any
 from torch import distributed
 
 from cluster.engine import StepResult
-from dspark.losses import add_sums, metrics_of
+from dspark.losses.losses import add_sums, metrics_of
 from pipelines.tracking import parse_rows
 
-LOG, HELD_OUT = "log.jsonl", "held-out.jsonl"
+LOG, VALIDATION = "log.jsonl", "validation.jsonl"
 
 
 @dataclass(kw_only=True)
-class Tally:
+class StepTotals:
     """What the next line of the log tells, and counts over the whole training; one rank's share of it.
 
     Checkpoints keep it, so that a training resumed between two lines writes the line of an undisturbed one.
@@ -45,9 +45,9 @@ class Tally:
             self.loss += loss
             self.sums = add_sums(self.sums, sums)
 
-    def next_line(self) -> Tally:
-        """An empty tally for the line after this one."""
-        return Tally(skipped_steps=self.skipped_steps, bad_in_a_row=self.bad_in_a_row)
+    def next_line(self) -> StepTotals:
+        """Empty totals for the line after this one."""
+        return StepTotals(skipped_steps=self.skipped_steps, bad_in_a_row=self.bad_in_a_row)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -68,24 +68,24 @@ class JsonLines:
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
-def train_line(step: int, epoch: int, tally: Tally, result: StepResult, memory_bytes: float) -> dict[str, Any]:
-    """A line of the log. `tally.sums` are over all ranks; the last step's learning rate and gradient norm."""
-    sums = tally.sums
+def train_line(step: int, epoch: int, totals: StepTotals, result: StepResult, memory_bytes: float) -> dict[str, Any]:
+    """A line of the log. `totals.sums` are over all ranks; the last step's learning rate and gradient norm."""
+    sums = totals.sums
     metrics = metrics_of(sums) if sums.get("weight") else {}
-    seconds = max(tally.seconds, 1e-9)
+    seconds = max(totals.seconds, 1e-9)
     return {
         "step": step,
         "epoch": epoch,
-        "loss": tally.loss / tally.finite_steps if tally.finite_steps else None,
+        "loss": totals.loss / totals.finite_steps if totals.finite_steps else None,
         **metrics,
         "learning_rate": result.learning_rate,
         "gradient_norm": result.gradient_norm if math.isfinite(result.gradient_norm) else None,
-        "skipped_steps": tally.skipped_steps,
+        "skipped_steps": totals.skipped_steps,
         "slots_per_second": sums.get("slots", 0.0) / seconds,
         "tokens_per_second": sums.get("context_tokens", 0.0) / seconds,
         "anchors": sums.get("blocks", 0.0),
-        "seconds_per_step": tally.seconds / max(tally.steps, 1),
-        "loader_wait_share": tally.waited / seconds,
+        "seconds_per_step": totals.seconds / max(totals.steps, 1),
+        "loader_wait_share": totals.waited / seconds,
         "memory_bytes": memory_bytes,
     }
 
@@ -96,12 +96,12 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def training_rows(folder: Path) -> list[dict[str, Any]]:
-    """The lines of both logs; figures of the held-out conversations as `validation_NAME`."""
-    held_out = [
+    """The lines of both logs; figures of the validation conversations as `validation_NAME`."""
+    validation = [
         {key if key == "step" else f"validation_{key}": value for key, value in line.items()}
-        for line in read_log(folder / HELD_OUT)
+        for line in read_log(folder / VALIDATION)
     ]
-    return [*read_log(folder / LOG), *held_out]
+    return [*read_log(folder / LOG), *validation]
 
 
 def over_ranks(sums: dict[str, float]) -> dict[str, float]:

@@ -3,8 +3,8 @@
 1. Open the cache and compare its contract with the drafter's.
 2. Build the drafter, with the target's frozen embedding and head, and hand its trainable part to DeepSpeed.
 3. Take up the newest complete checkpoint, if there is one.
-4. For each step: forward and backward over this rank's packs, one update; now and then a line in the log, an evaluation
-   on the held-out conversations, a checkpoint.
+4. For each step: forward and backward over this rank's micro-batches, one update; now and then a line in the
+   log, validation, a checkpoint.
 5. Write the drafter in its published layout.
 """
 
@@ -22,20 +22,20 @@ from torch import Tensor, distributed
 from cluster.engine import StepResult, TrainEngine, build_engine
 from cluster.train_group import stop_wanted
 from dspark.contract import Contract
-from dspark.losses import LossConfig, add_sums
+from dspark.losses.fused_loss import BlockLoss
+from dspark.losses.losses import add_sums
+from dspark.losses.micro_batch import MicroBatch
+from dspark.losses.teacher_check import with_own_teacher
 from dspark.manifest import new_folder
 from dspark.models.checkpoint import save_drafter
-from dspark.packing import PackedBatch
-from dspark.teacher_check import with_own_teacher
 from pipelines.stages.workers import open_target
-from pipelines.training.batches import Pack, SampleIndex, Step
 from pipelines.training.checkpoints import Checkpoints
-from pipelines.training.early_signs import EarlySigns, check_masks
-from pipelines.training.held_out import HeldOut
-from pipelines.training.loader import Loader, PackReader
-from pipelines.training.log import LOG, JsonLines, Tally, over_ranks, train_line
-from pipelines.training.model import BlockLoss, make_drafter, parameter_groups, speed_up, upper_layers
+from pipelines.training.loader import Loader, MicroBatchReader, PlannedMicroBatch, Rows, Step
+from pipelines.training.log import LOG, JsonLines, StepTotals, over_ranks, train_line
+from pipelines.training.model import make_drafter, parameter_groups, speed_up, teacher_normalizers, upper_layers
+from pipelines.training.sanity_checks import SanityChecks, check_masks
 from pipelines.training.task import TrainingTask, engine_settings, step_plan
+from pipelines.training.validation import Validation
 
 FINAL = "final"
 
@@ -51,9 +51,9 @@ def train_rank(config: dict[str, Any]) -> None:
     cache = task.open_cache()
     ours = Contract.from_dict(task.facts.contract(task.settings, with_block=True))
     ours.require_same(Contract.from_dict(cache.contract), ours="these settings", theirs="cache")
-    trained, held_out = SampleIndex.of(cache).held_out(train.validation_samples)
+    trained, held_back = Rows.of(cache).split(train.validation_samples)
 
-    module = BlockLoss(make_drafter(task, cache), LossConfig(**train.loss.model_dump()))
+    module = BlockLoss(make_drafter(task, cache), train.loss.config)
     speed_up(module.drafter, train)
     torch.set_num_threads(task.threads)
     groups = parameter_groups(module, train.layer_decay)
@@ -62,14 +62,14 @@ def train_rank(config: dict[str, Any]) -> None:
         module.take_head()
 
     checkpoints = Checkpoints(engine, output, train)
-    first, tally = checkpoints.resume()
+    first, totals = checkpoints.resume()
     plan = step_plan(task.settings, trained, task.total_steps, module.drafter.first_anchor)
     dtype = torch.float32 if train.precision == "float32" else torch.bfloat16
-    reader = PackReader(
+    reader = MicroBatchReader(
         dtype=dtype,
         block_size=plan.block_size,
-        log_normalizers=module.teacher_normalizers(),
-        finish=upper_layers(task, cache),
+        log_normalizers=teacher_normalizers(module),
+        upper_layers=upper_layers(task, cache),
     )
     loader = Loader(
         cache,
@@ -83,11 +83,11 @@ def train_rank(config: dict[str, Any]) -> None:
         pin=engine.device.type == "cuda",
     )
     with loader, checkpoints:
-        evaluation = HeldOut(task, engine, loader, held_out, first) if len(held_out) else None
+        validation = Validation(task, engine, loader, held_back, first) if len(held_back) else None
         training = Training(
-            task, engine, loader, checkpoints, evaluation, _early_signs(task, engine, module, loader, first)
+            task, engine, loader, checkpoints, validation, _sanity_checks(task, engine, module, loader, first)
         )
-        finished = training.run(first, tally)
+        finished = training.run(first, totals)
         if not finished:
             return
     if train.load_best_model_at_end:
@@ -104,17 +104,17 @@ class Training:
         engine: TrainEngine,
         loader: Loader,
         checkpoints: Checkpoints,
-        held_out: HeldOut | None,
-        signs: EarlySigns | None,
+        validation: Validation | None,
+        checks: SanityChecks | None,
     ) -> None:
         self.task, self.engine, self.loader = task, engine, loader
-        self.checkpoints, self.held_out, self.signs = checkpoints, held_out, signs
+        self.checkpoints, self.validation, self.checks = checkpoints, validation, checks
         self._waited = 0.0
         self._sums: dict[str, float] = {}
         self._samples: list[str] = []  # of the step, on this rank
         self._bad_samples: list[str] = []
 
-    def run(self, first: int, tally: Tally) -> bool:
+    def run(self, first: int, totals: StepTotals) -> bool:
         """Every step that is left; False when it was asked to stop before the last, with a checkpoint written."""
         train, total = self.task.settings.train, self.task.total_steps
         log = JsonLines(Path(self.task.output) / LOG, first) if self.engine.rank == 0 else None
@@ -123,25 +123,25 @@ class Training:
             result = self._step(step)
             finite = math.isfinite(result.loss) and not result.skipped
             seconds, clock = time.perf_counter() - clock, time.perf_counter()
-            tally.count(result.loss, self._sums, finite=finite, seconds=seconds, waited=self._waited)
-            if tally.bad_in_a_row >= train.max_bad_steps:
-                self._give_up(step, tally)
+            totals.count(result.loss, self._sums, finite=finite, seconds=seconds, waited=self._waited)
+            if totals.bad_in_a_row >= train.max_bad_steps:
+                self._give_up(step, totals)
             done = step.number + 1
             final = done == total
             if done % train.logging_steps == 0 or final:
-                tally.sums = over_ranks(tally.sums)
+                totals.sums = over_ranks(totals.sums)
                 memory = self._peak_memory()
-                if log is not None and self.signs is not None:
-                    line = train_line(done, step.epoch, tally, result, memory)
-                    log.write({**line, "warnings": self.signs.at(done, line.get("acceptance@0"))})
-                tally = tally.next_line()
+                if log is not None and self.checks is not None:
+                    line = train_line(done, step.epoch, totals, result, memory)
+                    log.write({**line, "warnings": self.checks.at(done, line.get("acceptance@0"))})
+                totals = totals.next_line()
             stopping = self.engine.agree(stop_wanted()) and not final
             saving = done % train.save_steps == 0 or final
             score = None
-            if self.held_out is not None and self.held_out.is_due(done, saving, final):
-                score = self.held_out.evaluate(done)
+            if self.validation is not None and self.validation.is_due(done, saving, final):
+                score = self.validation.evaluate(done)
             if saving or stopping:
-                self.checkpoints.save(done, tally, over_ranks(tally.sums), score)
+                self.checkpoints.save(done, totals, over_ranks(totals.sums), score)
             if stopping:
                 return False
             clock = time.perf_counter()
@@ -150,7 +150,7 @@ class Training:
     def _step(self, step: Step) -> StepResult:
         self._sums, self._waited, self._samples, self._bad_samples = {}, 0.0, [], []
 
-        def loss_of(planned: Pack) -> Tensor:
+        def loss_of(planned: PlannedMicroBatch) -> Tensor:
             asked = time.perf_counter()
             batch = self.loader.batch()
             self._waited += time.perf_counter() - asked
@@ -161,18 +161,18 @@ class Training:
             self._sums = add_sums(self._sums, {**sums, "context_tokens": float(batch.num_context_tokens)})
             return loss
 
-        packs = [planned for planned in step.packs if planned.rows]
-        return self.engine.train_step(step.number, packs, loss_of, filler=self._fill)
+        planned = [one for one in step.micro_batches if one.rows]
+        return self.engine.train_step(step.number, planned, loss_of, dummy_loss=self._dummy_loss)
 
-    def _fill(self) -> Tensor:
-        """From ZeRO stage 2 on a rank without a pack computes one block, which counts nothing."""
-        return self.engine.deepspeed(self.loader.stand_in().to(self.engine.device), 1.0)[0]
+    def _dummy_loss(self) -> Tensor:
+        """From ZeRO stage 2 on a rank without a micro-batch computes one block, which counts nothing."""
+        return self.engine.deepspeed(self.loader.dummy_batch().to(self.engine.device), 1.0)[0]
 
-    def _give_up(self, step: Step, tally: Tally) -> None:
+    def _give_up(self, step: Step, totals: StepTotals) -> None:
         """Say which samples had a loss that is not finite; all of the step where only the gradient was not."""
         names = sorted(self._names(self._bad_samples)) or sorted(self._names(self._samples))
         raise TrainingCannotGoOn(
-            f"the loss or its gradient was not finite in {tally.bad_in_a_row} steps in a row, the last one (step "
+            f"the loss or its gradient was not finite in {totals.bad_in_a_row} steps in a row, the last one (step "
             f"{step.number + 1}) with samples {', '.join(names[:8])}{', …' if len(names) > 8 else ''}: lower "
             "train.learning_rate, or look at these rows with `dspark cache sample`"
         )
@@ -193,22 +193,22 @@ class Training:
         return float(max(found))
 
 
-def _early_signs(
+def _sanity_checks(
     task: TrainingTask, engine: TrainEngine, module: BlockLoss, loader: Loader, first: int
-) -> EarlySigns | None:
-    """On rank 0, with the first pack there is."""
+) -> SanityChecks | None:
+    """On rank 0, with the first micro-batch there is."""
     if engine.rank != 0:
         return None
     plan, train = loader.plan, task.settings.train
     check_masks(plan)
-    packs = (planned for number in range(plan.total_steps) for planned in plan.step(number).packs if planned.rows)
-    batch = loader.now(next(packs, None) or plan.smallest_pack()).to(engine.device)
+    planned = (one for number in range(plan.total_steps) for one in plan.step(number).micro_batches if one.rows)
+    batch = loader.now(next(planned, None) or plan.smallest()).to(engine.device)
     warmup = math.ceil(train.warmup_ratio * task.total_steps)
 
-    def targets_own(batch: PackedBatch) -> PackedBatch:
+    def targets_own(batch: MicroBatch) -> MicroBatch:
         return with_own_teacher(batch, open_target(task.settings, task.facts))
 
-    return EarlySigns(
+    return SanityChecks(
         plan, batch, module.head, targets_own, warmup_steps=warmup, first=first, first_line=train.logging_steps
     )
 

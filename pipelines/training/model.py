@@ -1,24 +1,22 @@
-"""What is trained: the drafter with the target's frozen embedding and head, and its loss as one forward pass."""
+"""What is trained: the drafter with its starting weights, and its parameters in groups for the optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from dspark.losses import LossConfig, fused_loss, output_head_of
+from dspark.losses.fused_loss import BlockLoss
+from dspark.losses.micro_batch import Teacher
+from dspark.losses.output_head import log_normalizers
 from dspark.models.draft_vocabulary import most_frequent_tokens
 from dspark.models.merged_projection import merge_projection
 from dspark.models.starting_weights import bigram_counts, build_drafter
-from dspark.output_head import OutputHead, log_normalizers
-from dspark.packing import DenseTeacher, PackedBatch
 from pipelines.stages.workers import open_target
 from pipelines.training.task import TrainingTask, drafter_config
-from pipelines.training.teacher import Finish
 from storage.cache.target_cache import TargetCache
 
 if TYPE_CHECKING:
@@ -26,47 +24,6 @@ if TYPE_CHECKING:
     from pipelines.settings.schema import TrainSettings
 
 BIGRAM_ROWS = 20_000  # rows whose token statistics choose the draft vocabulary and start the Markov head
-
-
-class BlockLoss(nn.Module):
-    """The drafter with its loss as one forward pass, which is what DeepSpeed wraps."""
-
-    def __init__(self, drafter: Drafter, config: LossConfig) -> None:
-        super().__init__()
-        self.drafter, self.config = drafter, config
-        self._head: OutputHead | None = None
-
-    def take_head(self) -> None:
-        """Read the frozen head for good: once the engine has given the parameters their dtype, while they are whole.
-
-        At ZeRO stage 3 this is the copy that spares every pack the gathering of the largest tensor there is.
-        """
-        head = output_head_of(self.drafter)
-        if hasattr(self.drafter.lm_head.weight, "ds_id"):
-            weight = head.weight.clone()
-            draft = weight if head.draft_token_ids is None else head.draft_weight
-            head = replace(head, weight=weight, draft_weight=draft)
-        self._head = head
-
-    @property
-    def head(self) -> OutputHead:
-        """The frozen head, after `take_head`."""
-        assert self._head is not None
-        return self._head
-
-    def teacher_normalizers(self) -> Callable[[DenseTeacher], Tensor] | None:
-        """The teacher's normaliser over the whole vocabulary, worth remembering where the drafter's is smaller.
-
-        On a CPU only: elsewhere the loader would compete with it for what the device does at once.
-        """
-        if self.drafter.draft_token_ids is None or self.drafter.device.type != "cpu":
-            return None
-        return partial(log_normalizers, head=self.head)
-
-    def forward(self, batch: PackedBatch, normalizer: float) -> tuple[Tensor, dict[str, float]]:
-        states = self.drafter.block_states(batch)
-        result = fused_loss(self.drafter, states, batch, self.config, normalizer=normalizer, head=self._head)
-        return result.loss, result.sums
 
 
 def make_drafter(task: TrainingTask, cache: TargetCache) -> Drafter:
@@ -92,13 +49,23 @@ def make_drafter(task: TrainingTask, cache: TargetCache) -> Drafter:
     return drafter
 
 
-def upper_layers(task: TrainingTask, cache: TargetCache) -> Finish | None:
+def upper_layers(task: TrainingTask, cache: TargetCache) -> Callable[[Tensor], Tensor] | None:
     """The target's layers above the last captured one, for a cache whose teacher is recomputed; else None."""
     if cache.codecs.teacher is None or cache.codecs.teacher.name != "recomputed":
         return None
     from dspark.decoding.target_tail import TargetTail
 
     return TargetTail(open_target(task.settings, task.facts))
+
+
+def teacher_normalizers(module: BlockLoss) -> Callable[[Teacher], Tensor] | None:
+    """The teacher's normaliser over the whole vocabulary, worth remembering where the drafter's is smaller.
+
+    On a CPU only: elsewhere the loader would compete with it for what the device does at once.
+    """
+    if module.drafter.draft_token_ids is None or module.drafter.device.type != "cpu":
+        return None
+    return partial(log_normalizers, head=module.head)
 
 
 def speed_up(drafter: Drafter, settings: TrainSettings) -> None:
@@ -124,7 +91,7 @@ def parameter_groups(module: BlockLoss, layer_decay: float) -> list[dict[str, An
     drafter = module.drafter
     depth = len(drafter.layers) + 1
     still = {id(parameter) for parameter in (drafter.markov_head.partly_constant if drafter.markov_head else ())}
-    if drafter.confidence_head is not None and not module.config.confidence:
+    if drafter.confidence_head is not None and "confidence_logits" not in module.config.reads:
         still |= {id(parameter) for parameter in drafter.confidence_head.parameters()}
     groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
     for name, parameter in drafter.named_parameters():

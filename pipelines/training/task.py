@@ -8,7 +8,7 @@ from cluster.engine_settings import DeepSpeedSettings
 from dspark.config import DrafterConfig
 from pipelines.settings import Settings
 from pipelines.target_facts import TargetFacts
-from pipelines.training.batches import SampleIndex, StepPlan
+from pipelines.training.loader import Rows, StepPlan
 from storage.cache.target_cache import TargetCache
 
 
@@ -52,10 +52,10 @@ def engine_settings(settings: Settings) -> DeepSpeedSettings:
     )
 
 
-def step_plan(settings: Settings, index: SampleIndex, total_steps: int, first_anchor: int = 0) -> StepPlan:
+def step_plan(settings: Settings, rows: Rows, total_steps: int, first_anchor: int = 0) -> StepPlan:
     train = settings.train
     return StepPlan(
-        index=index,
+        rows=rows,
         seed=settings.run.seed,
         global_batch_size=train.global_batch_size,
         num_anchors=train.num_anchors,
@@ -63,7 +63,7 @@ def step_plan(settings: Settings, index: SampleIndex, total_steps: int, first_an
         first_anchor=first_anchor,
         block_size=settings.drafter.block_size,
         position_decay=train.loss.position_decay,
-        pack_budget=train.max_tokens_per_micro_batch,
+        max_tokens_per_micro_batch=train.max_tokens_per_micro_batch,
         total_steps=total_steps,
         shuffle_window=train.shuffle_window,
     )

@@ -1,8 +1,9 @@
 """Work on a cache done in other processes ahead of need: results in order, memory within a bound.
 
-A loader hands over what it will want (rows, packs, whatever its `work` understands) as an iterable; worker processes
-read, decode and arrange it, and only the finished tensors cross over, through anonymous shared memory that is freed
-with the tensors. Nothing is kept in /dev/shm, which containers keep small. A worker ends with the process it serves.
+A loader hands over what it will want (rows, micro-batches, whatever its `work` understands) as an iterable; worker
+processes read, decode and arrange it, and only the finished tensors cross over, through anonymous shared memory that is
+freed with the tensors. Nothing is kept in /dev/shm, which containers keep small. A worker ends with the process it
+serves.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ import torch
 import xxhash
 
 from storage.cache.schema import parse_json
-from storage.codecs.base import StoredTeacher
 from storage.errors import CacheCorrupt, StorageError
 from storage.identity import plain
 
@@ -70,44 +69,6 @@ class CacheRow:
     features: torch.Tensor | np.ndarray
     last: torch.Tensor | np.ndarray | None
     extra: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredRow:
-    """One sequence as a reader gets it. S tokens, P teacher positions.
-
-    `features` [S, c]: m*d captured states, or the coordinates that the cache's codec keeps; `teacher` at
-    `teacher_positions` [P]: the teacher of label t+1 is what the target thinks at t. None if the cache stores none.
-    """
-
-    sample_id: str
-    input_ids: torch.Tensor
-    spans: tuple[tuple[int, int], ...]
-    features: torch.Tensor
-    teacher_positions: torch.Tensor
-    teacher: StoredTeacher | None
-    extra: dict[str, Any]
-
-    @property
-    def last_states(self) -> torch.Tensor:
-        """[P, d], [0, 0] without a teacher. ValueError where the teacher is kept in another form."""
-        if self.teacher is None:
-            return self.features.new_empty(0, 0)
-        if self.teacher.states is None:
-            raise StorageError(
-                f"sample {self.sample_id!r}: this cache keeps no last states, but "
-                f"{'the layer they are computed from' if self.teacher.source is not None else 'sparse logits'}; "
-                "read `teacher`, or recode the cache to a teacher codec with states"
-            )
-        return self.teacher.states
-
-    @property
-    def supervised(self) -> torch.Tensor:
-        """[S] bool."""
-        mask = torch.zeros(len(self.input_ids), dtype=torch.bool)
-        for start, end in self.spans:
-            mask[start:end] = True
-        return mask
 
 
 def check_spans(spans: Iterable[tuple[int, int]], length: int, sample_id: str) -> tuple[tuple[int, int], ...]:

@@ -29,8 +29,7 @@ from storage.cache.commits import (
 )
 from storage.cache.plan import DEFAULT_UNIT_TOKENS, CachePlan, Codecs
 from storage.cache.read_ahead import ReadAhead
-from storage.cache.records import StoredRow
-from storage.cache.shards import checksum_of
+from storage.cache.shards import StoredRow, checksum_of
 from storage.cache.target_cache import TargetCache
 from storage.codecs.base import Codec, TargetParts, TeacherRow
 from storage.codecs.fitting import fit_codec, fit_teacher
@@ -206,8 +205,8 @@ def _recoded(
 
 def _teacher_row(row: StoredRow) -> TeacherRow:
     """A stored row as codecs of the teacher see one: last states at every token, zero where none is stored."""
-    last = torch.zeros(len(row.input_ids), row.last_states.shape[1])
-    last[row.teacher_positions] = row.last_states
+    last = torch.zeros(len(row.input_ids), row.last_hidden_state.shape[1])
+    last[row.teacher_positions] = row.last_hidden_state
     return TeacherRow(features=row.features, last=last, positions=row.teacher_positions.numpy())
 
 

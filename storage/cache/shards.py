@@ -6,6 +6,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from storage.cache.plan import Codecs
 from storage.cache.records import (
     AGAIN,
     CacheRow,
-    StoredRow,
     check_spans,
     row_checksum,
     schema,
@@ -30,6 +30,44 @@ from storage.errors import CacheCorrupt, NonFiniteState, StorageError
 
 BATCH_BYTES = 4 << 20
 """A record batch is closed once its columns reach this size, so offsets inside it stay far below 2^31."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredRow:
+    """One sequence as a reader gets it. S tokens, P teacher positions.
+
+    `features` [S, c]: m*d captured states, or the coordinates that the cache's codec keeps; `teacher` at
+    `teacher_positions` [P]: the teacher of label t+1 is what the target thinks at t. None if the cache stores none.
+    """
+
+    sample_id: str
+    input_ids: torch.Tensor
+    spans: tuple[tuple[int, int], ...]
+    features: torch.Tensor
+    teacher_positions: torch.Tensor
+    teacher: StoredTeacher | None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def last_hidden_state(self) -> torch.Tensor:
+        """[P, d], [0, 0] without a teacher. ValueError where the teacher is kept in another form."""
+        if self.teacher is None:
+            return self.features.new_empty(0, 0)
+        if self.teacher.last_hidden_state is None:
+            raise StorageError(
+                f"sample {self.sample_id!r}: this cache keeps no last states, but "
+                f"{'the layer they are computed from' if self.teacher.source is not None else 'sparse logits'}; "
+                "read `teacher`, or recode the cache to a teacher codec with states"
+            )
+        return self.teacher.last_hidden_state
+
+    @property
+    def loss_mask(self) -> torch.Tensor:
+        """[S] bool."""
+        mask = torch.zeros(len(self.input_ids), dtype=torch.bool)
+        for start, end in self.spans:
+            mask[start:end] = True
+        return mask
 
 
 def encode_row(row: CacheRow, codecs: Codecs, *, scope: str) -> dict[str, Any]:
@@ -206,7 +244,9 @@ def decode_row(
         positions = teacher_positions(spans, length, scope)
         features = codecs.features.decode(columns["context"], length, device=device, dtype=dtype)
         if codecs.teacher is not None and not len(positions):
-            teacher = StoredTeacher(states=torch.empty(0, codecs.teacher.out_width, dtype=dtype, device=device))
+            teacher = StoredTeacher(
+                last_hidden_state=torch.empty(0, codecs.teacher.out_width, dtype=dtype, device=device)
+            )
         elif codecs.teacher is not None:
             teacher = codecs.teacher.decode_teacher(columns["teacher"], positions, device=device, dtype=dtype)
     except (ValueError, IndexError, KeyError, struct.error, zstandard.ZstdError) as error:

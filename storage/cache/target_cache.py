@@ -28,8 +28,8 @@ from storage.cache.commits import (
 )
 from storage.cache.plan import CachePlan, Codecs, Spans, plan_units
 from storage.cache.read_ahead import ReadAhead
-from storage.cache.records import AGAIN, CacheRow, StoredRow
-from storage.cache.shards import ShardReader, checksum_of, decode_row, encode_row
+from storage.cache.records import AGAIN, CacheRow
+from storage.cache.shards import ShardReader, StoredRow, checksum_of, decode_row, encode_row
 from storage.cache.verify import Problem, verify
 from storage.codecs.base import Codec
 from storage.codecs.fitting import fit_codec

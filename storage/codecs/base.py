@@ -65,17 +65,18 @@ class TargetParts:
 class StoredTeacher:
     """The teacher of a row as a codec keeps it. P teacher positions, K tokens of each, d hidden size.
 
-    Dense: `states` [P, d], whose logits are the teacher's; where `top_ids` [P, K] are there, `top_values` are added to
-    the logits of those tokens before the softmax. Recomputed: `source` [S', d] instead of `states`: outputs of the last
-    captured layer from the first token to the last teacher position. Sparse: neither; `top_values` are the
+    Dense: `last_hidden_state` [P, d], whose logits are the teacher's; where `top_ids` [P, K] are there, `top_values`
+    are added to the logits of those tokens before the softmax. Recomputed: `source` [S', d] instead, outputs of the
+    last captured layer from the first token to the last teacher position. Sparse: neither; `top_values` are the
     log-probabilities of `top_ids`, and `tail_mass` [P] is the probability of all other tokens.
     """
 
-    states: torch.Tensor | None = None
+    last_hidden_state: torch.Tensor | None = None
     source: torch.Tensor | None = None
     top_ids: torch.Tensor | None = None
     top_values: torch.Tensor | None = None
     tail_mass: torch.Tensor | None = None
+    log_normalizers: torch.Tensor | None = None  # of the dense logits, where a reader has worked them out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +214,7 @@ class Codec(ABC):
         dtype: torch.dtype = torch.bfloat16,
     ) -> StoredTeacher:
         """Bytes to the teacher at `positions` [P]."""
-        return StoredTeacher(states=self.decode(payload, len(positions), device=device, dtype=dtype))
+        return StoredTeacher(last_hidden_state=self.decode(payload, len(positions), device=device, dtype=dtype))
 
     @property
     def projection(self) -> torch.Tensor | None:

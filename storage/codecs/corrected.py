@@ -58,4 +58,6 @@ class Corrected(TopCorrected):
         dtype: torch.dtype = torch.bfloat16,
     ) -> StoredTeacher:
         coarse, top = self._split(payload, len(positions), device)
-        return StoredTeacher(states=self.coarse.decode(coarse, len(positions), device=device, dtype=dtype), **top)
+        return StoredTeacher(
+            last_hidden_state=self.coarse.decode(coarse, len(positions), device=device, dtype=dtype), **top
+        )

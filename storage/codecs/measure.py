@@ -81,11 +81,15 @@ def recomputed_states(stored: StoredTeacher, positions: np.ndarray, target: Targ
     if target.finish is None:
         raise StorageError("this teacher is recomputed by the target's layers above the last captured one: give them")
     states = target.finish(stored.source)
-    return replace(stored, source=None, states=states[torch.from_numpy(positions).to(states.device)])
+    return replace(stored, source=None, last_hidden_state=states[torch.from_numpy(positions).to(states.device)])
 
 
 def _joined(parts: Sequence[StoredTeacher]) -> StoredTeacher:
-    names = [name for name in ("states", "top_ids", "top_values", "tail_mass") if getattr(parts[0], name) is not None]
+    names = [
+        name
+        for name in ("last_hidden_state", "top_ids", "top_values", "tail_mass")
+        if getattr(parts[0], name) is not None
+    ]
     return StoredTeacher(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
@@ -162,8 +166,8 @@ def _stored_distribution(
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
     """[P, V], and the mass [P] of which the stored teacher does not say where it lies (spread as in `exact`)."""
     if stored.tail_mass is None:
-        assert stored.states is not None
-        logits = target.logits(stored.states[at])
+        assert stored.last_hidden_state is not None
+        logits = target.logits(stored.last_hidden_state[at])
         if stored.top_ids is not None and stored.top_values is not None:
             logits = logits.scatter_add(1, stored.top_ids[at], stored.top_values[at].to(logits.dtype))
         return _distribution(logits, temperature), 0.0

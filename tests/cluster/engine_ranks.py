@@ -92,11 +92,11 @@ def uneven(rank: int, ranks: int, out: Path, stage: int, precision: str) -> None
     """All the work on the last rank, none elsewhere; and a step whose gradient is not finite there."""
     engine = build_engine(Net(), settings_of(stage, precision), STEPS)
 
-    def filler() -> torch.Tensor:
+    def dummy_loss() -> torch.Tensor:
         return engine.deepspeed(batches_of(7)[0])
 
     for step in range(3):
-        engine.train_step(step, batches_of(step) if rank == ranks - 1 else [], filler=filler)
+        engine.train_step(step, batches_of(step) if rank == ranks - 1 else [], dummy_loss=dummy_loss)
     before = engine.weights()
     bad = [batches_of(3)[0] * float("nan")] if rank == ranks - 1 else batches_of(3)[:1]
     assert engine.train_step(3, bad).skipped, f"stage {stage} in {precision}"

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dspark.packing import PackedBatch, Sample, pack
+from dspark.losses.micro_batch import MicroBatch, Teacher, make_micro_batch
+from storage.cache.shards import StoredRow
 
 BLOCK_DRAFTERS = (
     "dspark_vanilla",
@@ -33,21 +34,21 @@ def spans_of(mask: np.ndarray) -> list[tuple[int, int]]:
     return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
-def packed(case: dict[str, np.ndarray], block_size: int, **options: Any) -> PackedBatch:
+def packed(case: dict[str, np.ndarray], block_size: int, **options: Any) -> MicroBatch:
     samples, anchors = [], []
     for row, ids in enumerate(case["input_ids"]):
         samples.append(
-            Sample(
+            StoredRow(
                 sample_id=str(row),
                 input_ids=torch.from_numpy(ids.astype(np.int64)),
                 spans=spans_of(case["loss_mask"][row]),
                 features=torch.from_numpy(case["target_hidden_states"][row]),
                 teacher_positions=torch.arange(len(ids)),
-                last_states=torch.from_numpy(case["target_last_hidden_states"][row]),
+                teacher=Teacher(last_hidden_state=torch.from_numpy(case["target_last_hidden_states"][row])),
             )
         )
         anchors.append(case["anchor_positions"][row][case["block_keep_mask"][row]])
-    return pack(samples, anchors, block_size, **options)
+    return make_micro_batch(samples, anchors, block_size, **options)
 
 
 def draft_logits(drafter: Any, states: Tensor, previous_ids: Tensor) -> Tensor:
@@ -56,14 +57,14 @@ def draft_logits(drafter: Any, states: Tensor, previous_ids: Tensor) -> Tensor:
     return logits if head is None else logits + head.teacher_forced_bias(states, previous_ids)
 
 
-def plain_loss(drafter: Any, states: Tensor, batch: PackedBatch, alphas: tuple[float, float, float]) -> Tensor:
+def plain_loss(drafter: Any, states: Tensor, batch: MicroBatch, alphas: tuple[float, float, float]) -> Tensor:
     """All logits at once; the dummies of a padded batch weigh nothing, so a pack without them has the same loss."""
     logits = draft_logits(drafter, states, batch.previous_ids)
-    teacher = drafter.base_logits(batch.teacher.states)[batch.teacher_index].softmax(-1)
-    weight = batch.supervised * torch.exp(-torch.arange(states.shape[1]) / 4.0)
+    teacher = drafter.base_logits(batch.teacher.last_hidden_state)[batch.teacher_index].softmax(-1)
+    weight = batch.loss_mask * torch.exp(-torch.arange(states.shape[1]) / 4.0)
     total = weight.sum() + 1e-6
     log_draft = logits.log_softmax(-1)
-    cross_entropy = -log_draft.gather(-1, batch.label_ids[..., None])[..., 0]
+    cross_entropy = -log_draft.gather(-1, batch.labels[..., None])[..., 0]
     l1 = (log_draft.exp() - teacher).abs().sum(-1)
     loss = alphas[0] * (cross_entropy * weight).sum() / total + alphas[1] * (l1 * weight).sum() / total
     confidence = drafter.confidence_logits(states, batch.previous_ids)

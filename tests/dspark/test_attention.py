@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dspark import attention
+from dspark.models import kernels
 from dspark.models.kernels import BlockAttention
 
 Shapes = tuple[list[int], list[list[int]]]
@@ -71,7 +71,7 @@ def run(layout: BlockAttention, tensors: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize(("slots", "own"), [(4, None), (1, 3), (1, 1), (5, 2)])
 @pytest.mark.parametrize("at_once", [1, 8, 1000])
 def test_two_part_equals_dense(monkeypatch: pytest.MonkeyPatch, slots: int, own: int | None, at_once: int) -> None:
-    monkeypatch.setattr(attention, "_SLOTS_A_CHUNK", at_once)
+    monkeypatch.setattr(kernels, "_SLOTS_A_CHUNK", at_once)
     # A sequence without blocks, a block without context, one sequence of a single token.
     lengths, anchors = [12, 5, 1, 9], [[0, 3, 4, 11], [], [0], [2, 7]]
     results = []

@@ -9,9 +9,10 @@ from small_models import config_for, tiny_target
 from torch import Tensor
 
 from dspark.config import SettingError
+from dspark.losses.micro_batch import MicroBatch, Teacher, make_micro_batch
 from dspark.models.checkpoint import load_drafter, save_drafter
 from dspark.models.starting_weights import build_drafter
-from dspark.packing import PackedBatch, Sample, pack
+from storage.cache.shards import StoredRow
 
 DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "vanilla": ("llama", {}),
@@ -38,21 +39,21 @@ def drafter_of(name: str) -> Any:
     return drafter.eval()
 
 
-def sample(index: int, length: int) -> Sample:
+def sample(index: int, length: int) -> StoredRow:
     generator = torch.Generator().manual_seed(index)
-    return Sample(
+    return StoredRow(
         sample_id=str(index),
         input_ids=torch.randint(0, 97, (length,), generator=generator),
-        spans=[(1, length)],
+        spans=((1, length),),
         features=torch.randn(length, 96, generator=generator),
         teacher_positions=torch.arange(length),
-        last_states=torch.randn(length, 32, generator=generator),
+        teacher=Teacher(last_hidden_state=torch.randn(length, 32, generator=generator)),
     )
 
 
-def batch_of(drafter: Any, which: tuple[int, ...] = (0, 1, 2)) -> PackedBatch:
+def batch_of(drafter: Any, which: tuple[int, ...] = (0, 1, 2)) -> MicroBatch:
     samples = [sample(index, LENGTHS[index]) for index in which]
-    return pack(samples, [torch.tensor(ANCHORS[index]).numpy() for index in which], drafter.block_size)
+    return make_micro_batch(samples, [torch.tensor(ANCHORS[index]).numpy() for index in which], drafter.block_size)
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
@@ -68,12 +69,12 @@ def test_nothing_from_the_anchor_on_reaches_a_block(name: str) -> None:
     for block, anchor in enumerate(batch.block_anchor.tolist()):
         sequence = int(batch.block_sequence[block])
         end = int(batch.sequence_starts[sequence + 1])
-        features = batch.features.clone()
+        features = batch.hidden_states.clone()
         features[anchor:end] += 100 * torch.randn_like(features[anchor:end])
-        close(drafter.block_states(replace(batch, features=features))[block], states[block])
-        features = batch.features.clone()
+        close(drafter.block_states(replace(batch, hidden_states=features))[block], states[block])
+        features = batch.hidden_states.clone()
         features[anchor - 1] += 1
-        assert not torch.allclose(drafter.block_states(replace(batch, features=features))[block], states[block])
+        assert not torch.allclose(drafter.block_states(replace(batch, hidden_states=features))[block], states[block])
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -84,12 +85,12 @@ def test_no_sequence_reaches_another(name: str) -> None:
     states = drafter.block_states(batch)
     for sequence in range(len(LENGTHS)):
         start, end = (int(at) for at in batch.sequence_starts[sequence : sequence + 2])
-        features = 100 * torch.randn_like(batch.features)
+        features = 100 * torch.randn_like(batch.hidden_states)
         ids, previous = torch.randint_like(batch.input_ids, 97), torch.randint_like(batch.previous_ids, 97)
         own = batch.block_sequence == sequence
-        features[start:end], ids[start:end] = batch.features[start:end], batch.input_ids[start:end]
+        features[start:end], ids[start:end] = batch.hidden_states[start:end], batch.input_ids[start:end]
         previous[own] = batch.previous_ids[own]
-        changed = replace(batch, features=features, input_ids=ids, previous_ids=previous)
+        changed = replace(batch, hidden_states=features, input_ids=ids, previous_ids=previous)
         close(drafter.block_states(changed)[own], states[own])
         alone = drafter.block_states(batch_of(drafter, (sequence,)))
         close(alone, states[own])
@@ -186,7 +187,7 @@ def test_a_mask_first_block_has_one_more_input_slot() -> None:
     longer = drafter.config.replace(block_layout="anchor-first", block_size=drafter.block_size + 1)
     twin = type(drafter)(longer)
     twin.load_state_dict(drafter.state_dict())
-    wide = pack(
+    wide = make_micro_batch(
         [sample(index, LENGTHS[index]) for index in range(3)],
         [torch.tensor(chosen).numpy() for chosen in ANCHORS],
         longer.block_size,
@@ -215,11 +216,11 @@ def test_features_of_another_width_are_refused() -> None:
         drafter = drafter_of(name)
         batch = batch_of(drafter)
         with pytest.raises(SettingError, match=r"64 wide.*3 layers of hidden size 32, 96.*target_layer_ids"):
-            drafter.block_states(replace(batch, features=batch.features[:, :64]))
+            drafter.block_states(replace(batch, hidden_states=batch.hidden_states[:, :64]))
 
 
 def test_eagle3_needs_a_token_before_the_anchor() -> None:
     drafter = drafter_of("eagle3")
-    first = pack([sample(0, 19)], [torch.tensor([0, 3]).numpy()], drafter.block_size)
+    first = make_micro_batch([sample(0, 19)], [torch.tensor([0, 3]).numpy()], drafter.block_size)
     with pytest.raises(ValueError, match="first token cannot be an anchor"):
         drafter.block_states(first)

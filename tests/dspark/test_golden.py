@@ -12,8 +12,9 @@ from golden_cases import BLOCK_DRAFTERS, arrays, draft_logits, packed, plain_los
 
 from dspark import load_drafter
 from dspark.config import DrafterConfig
-from dspark.losses import LossConfig, fused_loss
-from dspark.packing import PackedBatch
+from dspark.losses.fused_loss import fused_loss
+from dspark.losses.losses import LossConfig
+from dspark.losses.micro_batch import MicroBatch
 
 
 @pytest.mark.parametrize("name", BLOCK_DRAFTERS)
@@ -27,9 +28,9 @@ def test_training_forward(golden: Path, name: str) -> None:
     expected = torch.from_numpy(case["draft_logits"])[keep]
     torch.testing.assert_close(draft_logits(drafter, states, batch.previous_ids), expected, **close)
     mask = torch.from_numpy(case["eval_mask"])[keep]
-    assert torch.equal(batch.supervised, mask)
-    assert torch.equal(batch.label_ids[mask], torch.from_numpy(case["target_ids"])[keep][mask])
-    teacher = drafter.base_logits(batch.teacher.states)[batch.teacher_index]
+    assert torch.equal(batch.loss_mask, mask)
+    assert torch.equal(batch.labels[mask], torch.from_numpy(case["target_ids"])[keep][mask])
+    teacher = drafter.base_logits(batch.teacher.last_hidden_state)[batch.teacher_index]
     torch.testing.assert_close(teacher[mask], torch.from_numpy(case["target_logits"])[keep][mask], **close)
     confidence = drafter.confidence_logits(states, batch.previous_ids)
     if "confidence_logits" in case:
@@ -107,7 +108,7 @@ def test_config_round_trip(golden: Path, name: str) -> None:
     assert {key for key in values.keys() - written.keys() if not key.startswith("target_")} <= left
 
 
-def eagle_case(golden: Path) -> tuple[Any, Any, dict[str, Any], PackedBatch]:
+def eagle_case(golden: Path) -> tuple[Any, Any, dict[str, Any], MicroBatch]:
     drafter = load_drafter(golden / "eagle3_qwen3" / "checkpoint")
     case = arrays(golden / "eagle3_qwen3" / "train_forward.npz")
     rows, length = case["input_ids"].shape
@@ -158,9 +159,9 @@ def test_eagle3_trains_on_the_references_loss(golden: Path) -> None:
     # The reference asks whether t + step is supervised, a pack whether the predicted token at t + step + 2 is.
     asked = torch.from_numpy(case["loss_mask"])
     at = (batch.positions[batch.block_anchor] - 1)[:, None] + torch.arange(config.block_size)
-    counted = asked.bool()[batch.block_sequence[:, None], at.clamp(max=length - 1)] & batch.supervised
+    counted = asked.bool()[batch.block_sequence[:, None], at.clamp(max=length - 1)] & batch.loss_mask
     terms = LossConfig(ce=0, l1=0, confidence=0, soft_ce=1, position_decay=config.position_decay)
-    batch = replace(batch, supervised=counted)
+    batch = replace(batch, loss_mask=counted)
     result = fused_loss(drafter, drafter.block_states(batch), batch, terms, normalizer=rows * length)
     assert result.loss.item() == pytest.approx(float(case["loss"]), rel=1e-5)
     result.loss.backward()

@@ -13,10 +13,10 @@ from torch import Tensor
 from dspark.config import SettingError
 from dspark.decoding.target import TargetError
 from dspark.decoding.target_tail import TargetTail
+from dspark.losses.micro_batch import Teacher
+from dspark.losses.output_head import OutputHead, TeacherReader, log_normalizers
 from dspark.models.checkpoint import load_drafter, save_drafter
 from dspark.models.merged_projection import context_projection, merge_projection
-from dspark.output_head import OutputHead, TeacherReader, log_normalizers
-from dspark.packing import DenseTeacher, TopOffsets
 
 WIDTH, COMPONENTS = 96, 40
 
@@ -77,7 +77,7 @@ def test_offsets_are_added_to_the_teachers_logits(reduced: int | None, known: bo
     values = torch.randn(9, 5, generator=generator)
     drafted = None if reduced is None else torch.arange(3, 3 + reduced)
     head = OutputHead.create(weight, soft_cap=soft_cap, draft_token_ids=drafted)
-    teacher = DenseTeacher(states=states, offsets=TopOffsets(token_ids=ids, values=values))
+    teacher = Teacher(last_hidden_state=states, top_ids=ids, top_values=values)
     if known:
         teacher.log_normalizers = log_normalizers(teacher, head, chunk_rows=4)
     logits = states @ weight.t()

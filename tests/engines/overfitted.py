@@ -16,10 +16,12 @@ from dspark.config import DrafterConfig
 from dspark.contract import Contract
 from dspark.decoding.decoder import Completion, Decoder, Request, SamplingConfig
 from dspark.decoding.target import Target, hash_weights
-from dspark.losses import LossConfig, fused_loss, output_head_of
+from dspark.losses.fused_loss import fused_loss, output_head_of
+from dspark.losses.losses import LossConfig
+from dspark.losses.micro_batch import Teacher, make_micro_batch
 from dspark.models.eagle3 import Eagle3
 from dspark.models.starting_weights import build_drafter
-from dspark.packing import Sample, pack
+from storage.cache.shards import StoredRow
 
 VOCABULARY, LAYERS, MASK = 512, (0, 2, 3), 511
 LOSSES = {
@@ -71,27 +73,27 @@ def decode(target: Target, drafter: Any, prompts: Sequence[Sequence[int]], max_t
     return [found[request.request_id] for request in requests]
 
 
-def samples_of(target: Target, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Sample]:
+def samples_of(target: Target, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[StoredRow]:
     """What the target thinks over each prompt and answer; the answer is supervised."""
     samples = []
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         ids = torch.tensor([[*prompt, *answer]])
         captured = target.capture(ids)
         samples.append(
-            Sample(
+            StoredRow(
                 sample_id=str(number),
                 input_ids=ids[0],
                 spans=[(len(prompt), ids.shape[1])],
                 features=captured.features[0],
                 teacher_positions=torch.arange(ids.shape[1]),
-                last_states=captured.last[0],
+                teacher=Teacher(last_hidden_state=captured.last[0]),
             )
         )
     return samples
 
 
 def overfit(
-    target: Target, samples: Sequence[Sample], *, steps: int, draft_tokens: torch.Tensor | None = None, **parts: Any
+    target: Target, samples: Sequence[StoredRow], *, steps: int, draft_tokens: torch.Tensor | None = None, **parts: Any
 ) -> Any:
     """A drafter with these parts (`DrafterConfig.for_target`), trained on the samples' answers."""
     config = DrafterConfig.for_target(
@@ -112,7 +114,7 @@ def overfit(
             first, end = sample.spans[0]
             chosen = first + torch.randperm(end - first - 1, generator=generator)[:16]
             anchors.append(chosen.sort().values.numpy())
-        batch = pack(samples, anchors, drafter.block_size)
+        batch = make_micro_batch(samples, anchors, drafter.block_size)
         result = fused_loss(drafter, drafter.block_states(batch), batch, loss_config, head=head)
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1.0, (step + 1) / 5, (steps - step) / (steps / 2))

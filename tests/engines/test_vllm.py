@@ -18,8 +18,8 @@ from vllm_cpu.toolchain import Generated, VllmCpu, prepare
 
 from dspark.decoding.decoder import Completion
 from dspark.decoding.target import Target
-from dspark.packing import Sample
 from pipelines.exports.native import Publication, publish_native
+from storage.cache.shards import StoredRow
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("DSPARK_ENGINES_CACHE", ROOT / ".engines"))
@@ -59,7 +59,7 @@ class Learnt:
     target: Target
     prompts: list[list[int]]
     plain: list[Completion]
-    samples: list[Sample]
+    samples: list[StoredRow]
 
 
 @pytest.fixture(scope="module")

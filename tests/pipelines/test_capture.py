@@ -74,7 +74,7 @@ def test_batched_rows_equal_rows_alone(tmp_path: Path, settings: Any) -> None:
         alone = target.capture(torch.tensor([row.input_ids]))
         torch.testing.assert_close(stored.features, alone.features[0].bfloat16(), rtol=2**-7, atol=1e-3)
         last = alone.last[0, stored.teacher_positions].bfloat16()
-        torch.testing.assert_close(stored.last_states, last, rtol=2**-7, atol=1e-3)
+        torch.testing.assert_close(stored.last_hidden_state, last, rtol=2**-7, atol=1e-3)
 
 
 def test_a_sample_is_captured_in_its_order(tmp_path: Path, settings: Any) -> None:

@@ -25,11 +25,14 @@ def imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
 def test_import_is_bit_exact(imported: str) -> None:
     expected = np.load(GOLDEN / "deepspec_target_cache_v2_expected.npz")
     for index, row in enumerate(TargetCache.open(imported)):
-        for name, states in (("target_hidden_states", row.features), ("target_last_hidden_states", row.last_states)):
+        for name, states in (
+            ("target_hidden_states", row.features),
+            ("target_last_hidden_states", row.last_hidden_state),
+        ):
             bits = states.contiguous().view(torch.int16).numpy().view(np.uint16)
             assert np.array_equal(bits, expected[f"{index}/{name}_bf16bits"])
         assert np.array_equal(row.input_ids.numpy(), expected[f"{index}/input_ids"])
-        assert np.array_equal(row.supervised.numpy(), expected[f"{index}/loss_mask"] != 0)
+        assert np.array_equal(row.loss_mask.numpy(), expected[f"{index}/loss_mask"] != 0)
 
 
 def test_info_scales_up(imported: str, capsys: pytest.CaptureFixture[str]) -> None:

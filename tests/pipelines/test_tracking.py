@@ -60,11 +60,11 @@ def test_steps_that_a_stopped_stage_had_no_time_to_log_are_added_when_it_goes_on
     with Tracker(plan(tmp_path)) as tracker:
         for step in (1, 2, 3, 5):
             tracker.log({"train/x": step}, step=step)
-        tracker.log({"held_out/x": 2.5}, step=2)
+        tracker.log({"validation/x": 2.5}, step=2)
     path = tmp_path / "logs/train-1.jsonl"
     path.write_text(path.read_text().replace('"train/x": 3', '"train/'))
     done = [(step, {"train/x": step}) for step in range(1, 7)]
-    done += [(step, {"held_out/x": step + 0.5}) for step in (2, 4, 6)]
+    done += [(step, {"validation/x": step + 0.5}) for step in (2, 4, 6)]
     with Tracker(plan(tmp_path)) as tracker:
         tracker.resume_after(4, done)
         tracker.log({"train/x": 5}, step=5)
@@ -72,7 +72,7 @@ def test_steps_that_a_stopped_stage_had_no_time_to_log_are_added_when_it_goes_on
     assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
     found = [(row["step"], name, row[name]) for row in rows for name in row if "/" in name]
     assert sorted(found) == sorted(
-        [(step, "train/x", step) for step in range(1, 6)] + [(step, "held_out/x", step + 0.5) for step in (2, 4)]
+        [(step, "train/x", step) for step in range(1, 6)] + [(step, "validation/x", step + 0.5) for step in (2, 4)]
     )
 
 

@@ -152,7 +152,7 @@ def test_the_head_metric_spends_bits_where_the_head_looks() -> None:
 
     def error(codec: Codec) -> float:
         coded = torch.cat([codec.decode(codec.encode(v), len(v), dtype=torch.float32) for v, _ in sample])
-        return teacher_error(states, StoredTeacher(states=coded), TargetParts(head=head))["bound"]
+        return teacher_error(states, StoredTeacher(last_hidden_state=coded), TargetParts(head=head))["bound"]
 
     assert given.measured["bytes_per_token"] < plain.measured["bytes_per_token"]
     assert error(given) < error(plain)

@@ -31,12 +31,12 @@ def test_the_conformance_cache_imports_bit_exact(tmp_path: Path, scope: str) -> 
     for index, row in enumerate(cache):
         assert row.sample_id == str(index)
         assert np.array_equal(row.input_ids.numpy(), expected[f"{index}/input_ids"])
-        assert np.array_equal(row.supervised.numpy(), expected[f"{index}/loss_mask"] != 0)
+        assert np.array_equal(row.loss_mask.numpy(), expected[f"{index}/loss_mask"] != 0)
         assert np.array_equal(bits(row.features), expected[f"{index}/target_hidden_states_bf16bits"])
         last = expected[f"{index}/target_last_hidden_states_bf16bits"]
         positions = teacher_positions(row.spans, len(row.input_ids), scope)
         assert np.array_equal(row.teacher_positions.numpy(), positions)
-        assert np.array_equal(bits(row.last_states), last[positions])
+        assert np.array_equal(bits(row.last_hidden_state), last[positions])
     assert cache.verify() == []
     assert cache.contract["target_layer_ids"] == [0, 2, 4]
 

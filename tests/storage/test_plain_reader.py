@@ -14,7 +14,8 @@ from plain_reader import PlainReader
 
 from storage.cache import shards
 from storage.cache.plan import CachePlan, Codecs
-from storage.cache.records import CacheRow, StoredRow, teacher_positions
+from storage.cache.records import CacheRow, teacher_positions
+from storage.cache.shards import StoredRow
 from storage.cache.target_cache import TargetCache, create_or_resume, finish, write_unit
 from storage.codecs.base import TargetParts, TeacherRow
 from storage.codecs.fitting import fit_codec, fit_teacher
@@ -118,8 +119,8 @@ def assert_same_teacher(plain: dict[str, np.ndarray], positions: np.ndarray, row
     if stored.source is not None:
         assert_close(plain["source"], stored.source)
     else:
-        assert stored.states is not None
-        assert_close(plain["states"], stored.states)
+        assert stored.last_hidden_state is not None
+        assert_close(plain["states"], stored.last_hidden_state)
     assert ("top_ids" in plain) == (stored.top_ids is not None)
     if stored.top_ids is not None:
         assert stored.top_values is not None

@@ -41,16 +41,16 @@ def test_rows_come_back(tmp_path: Path, codec: str) -> None:
         assert row.input_ids.tolist() == exact.input_ids.tolist()
         assert row.spans == tuple(exact.spans)
         assert row.extra == exact.extra
-        expected = [t for t in range(len(row.input_ids) - 1) if row.supervised[t + 1]]
+        expected = [t for t in range(len(row.input_ids) - 1) if row.loss_mask[t + 1]]
         assert row.teacher_positions.tolist() == expected
         states, last = exact.features.flatten(1), exact.last[row.teacher_positions]
-        assert row.last_states.shape == last.shape
+        assert row.last_hidden_state.shape == last.shape
         if codec.startswith("bf16"):
             assert torch.equal(row.features, states)
-            assert torch.equal(row.last_states, last)
+            assert torch.equal(row.last_hidden_state, last)
         else:
             assert (row.features - states).float().norm() < 0.15 * states.float().norm()
-            assert (row.last_states - last).float().norm() <= 0.15 * last.float().norm()
+            assert (row.last_hidden_state - last).float().norm() <= 0.15 * last.float().norm()
 
 
 @pytest.mark.parametrize("name", ["samples.arrow", "codecs/features.safetensors"])
@@ -209,7 +209,7 @@ def test_float32_and_numpy_states_are_accepted(tmp_path: Path) -> None:
     finish(tmp_path)
     stored = TargetCache.open(tmp_path).row(0)
     assert torch.equal(stored.features, row.features.flatten(1))  # type: ignore[union-attr]
-    assert torch.equal(stored.last_states, row.last[stored.teacher_positions])  # type: ignore[index]
+    assert torch.equal(stored.last_hidden_state, row.last[stored.teacher_positions])  # type: ignore[index]
 
 
 def test_a_long_sequence_and_a_single_token(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_long_sequence_and_a_single_token(tmp_path: Path) -> None:
     finish(tmp_path)
     cache = TargetCache.open(tmp_path)
     assert cache.row(0).features.shape == (32_768, LAYERS * HIDDEN)
-    assert cache.row(1).last_states.shape == (0, HIDDEN)
+    assert cache.row(1).last_hidden_state.shape == (0, HIDDEN)
 
 
 def test_offsets_never_reach_two_to_the_31(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_no_teacher_is_stored_when_none_is_asked_for(tmp_path: Path) -> None:
         write_unit(tmp_path, unit, (replace(row, last=None) for row in rows_of(plan, unit)))
     finish(tmp_path)
     cache = TargetCache.open(tmp_path)
-    assert cache.row(2).last_states.shape == (0, 0)
+    assert cache.row(2).last_hidden_state.shape == (0, 0)
     assert cache.info()["bytes_per_token"]["teacher"] == 0
 
 

@@ -58,7 +58,7 @@ def probabilities(stored: StoredTeacher, positions: np.ndarray) -> torch.Tensor:
         for p in range(len(positions)):
             full[p, stored.top_ids[p]] = stored.top_values[p].exp()
         return full
-    states = stored.states if stored.source is None else finish(stored.source)[torch.from_numpy(positions)]
+    states = stored.last_hidden_state if stored.source is None else finish(stored.source)[torch.from_numpy(positions)]
     logits = target().logits(states)  # type: ignore[arg-type]
     for p in range(len(positions)):
         assert stored.top_ids is not None
@@ -107,7 +107,7 @@ def test_a_recomputed_teacher_sees_the_whole_context() -> None:
     codec = fitted("recomputed", step=0.05, top=0)
     row = rows(seed=7)[0]
     stored = codec.decode_teacher(codec.encode_teacher(row.features, row.last, row.positions), row.positions)
-    assert stored.states is None
+    assert stored.last_hidden_state is None
     assert stored.source is not None
     assert stored.source.shape == (int(row.positions[-1]) + 1, HIDDEN)
     assert codec.measured["acceptance"]["bound"] < 0.05
@@ -143,10 +143,10 @@ def test_the_bound_holds_for_any_drafter(kind: str, temperature: float) -> None:
 
 def test_the_bound_is_total_variation() -> None:
     exact, coded = torch.tensor([[0.0, 0.0, 0.0]]).log_softmax(-1), torch.tensor([[0.5, 0.25, 0.25]]).log()
-    found = teacher_error(exact, StoredTeacher(states=coded), TargetParts(head=torch.eye(3)))
+    found = teacher_error(exact, StoredTeacher(last_hidden_state=coded), TargetParts(head=torch.eye(3)))
     assert found["bound"] == pytest.approx(0.5 - 1 / 3, abs=1e-4)
     with pytest.raises(ValueError, match="temperature"):
-        teacher_error(exact, StoredTeacher(states=coded), TargetParts(head=torch.eye(3)), temperature=-1.0)
+        teacher_error(exact, StoredTeacher(last_hidden_state=coded), TargetParts(head=torch.eye(3)), temperature=-1.0)
 
 
 @settings(max_examples=40)

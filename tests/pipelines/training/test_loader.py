@@ -15,8 +15,7 @@ import pytest
 import torch
 from toy_training import ROWS, UNSUPERVISED, Toy
 
-from pipelines.training.batches import Pack, SampleIndex, StepPlan
-from pipelines.training.loader import Loader, PackReader, _ThreadAhead
+from pipelines.training.loader import Loader, MicroBatchReader, PlannedMicroBatch, Rows, StepPlan, _ThreadAhead
 from pipelines.training.task import step_plan
 from storage.cache.target_cache import TargetCache
 
@@ -35,17 +34,17 @@ def cache(toy: Toy) -> TargetCache:
 
 @pytest.fixture(scope="module")
 def plan(toy: Toy, cache: TargetCache) -> StepPlan:
-    return step_plan(toy.task("loader").settings, SampleIndex.of(cache), 7)
+    return step_plan(toy.task("loader").settings, Rows.of(cache), 7)
 
 
 def batches(cache: TargetCache, plan: StepPlan, **options: Any) -> Iterator[tuple[int, list[str], torch.Tensor]]:
-    reader = PackReader(dtype=torch.float32, block_size=plan.block_size)
+    reader = MicroBatchReader(dtype=torch.float32, block_size=plan.block_size)
     with Loader(cache, reader, plan, **{"first": 0, **options}) as loader:
         for step in loader.steps():
-            for planned in step.packs:
+            for planned in step.micro_batches:
                 if planned.rows:
                     batch = loader.batch()
-                    yield step.number, batch.sample_ids, batch.features
+                    yield step.number, batch.sample_ids, batch.hidden_states
 
 
 def test_a_thread_and_worker_processes_give_the_same_batches(cache: TargetCache, plan: StepPlan):
@@ -63,16 +62,16 @@ def test_ranks_share_an_epoch_and_leave_out_what_has_no_anchor(cache: TargetCach
     seen = []
     for rank in range(3):
         seen += [name for number, ids, _ in batches(cache, plan, rank=rank, ranks=3) if number < 4 for name in ids]
-        assert len({len(plan.step(3, rank=r, ranks=3).packs) for r in range(3)}) == 1
+        assert len({len(plan.step(3, rank=r, ranks=3).micro_batches) for r in range(3)}) == 1
     assert sorted(seen) == sorted(f"toy-{i}" for i in range(ROWS) if i not in (UNSUPERVISED, UNSUPERVISED + 1))
 
 
 def test_the_thread_holds_no_more_than_the_bound():
     """Packs cost 10; with a bound of 25 two are made before any is taken."""
     made: list[int] = []
-    packs = iter([Pack(rows=(i,), anchors=(np.array([1]),)) for i in range(6)])
+    packs = iter([PlannedMicroBatch(rows=(i,), anchors=(np.array([1]),)) for i in range(6)])
 
-    def work(planned: Pack) -> Any:
+    def work(planned: PlannedMicroBatch) -> Any:
         made.append(planned.rows[0])
         return planned.rows[0]
 
@@ -107,19 +106,19 @@ def test_what_reading_raises_is_raised_where_the_batch_is_wanted(
 
 
 def test_held_out_conversations_are_the_same_ones_in_every_cache(cache: TargetCache):
-    index = SampleIndex.of(cache)
-    trained, held_out = index.held_out(3)
+    index = Rows.of(cache)
+    trained, validation = index.split(3)
     assert len(trained) == ROWS - 3
-    assert not set(trained.sample_ids) & set(held_out.sample_ids)
-    _, again = index.subset(range(ROWS - 1, -1, -1)).held_out(3)
-    assert set(again.sample_ids) == set(held_out.sample_ids)
-    assert [index.sample_ids[row] for row in held_out.rows] == list(held_out.sample_ids)
+    assert not set(trained.sample_ids) & set(validation.sample_ids)
+    _, again = index.subset(range(ROWS - 1, -1, -1)).split(3)
+    assert set(again.sample_ids) == set(validation.sample_ids)
+    assert [index.sample_ids[row] for row in validation.numbers] == list(validation.sample_ids)
 
 
 def test_a_windowed_shuffle_opens_few_shards_at_a_time(cache: TargetCache, plan: StepPlan):
     windowed = replace(plan, shuffle_window=1)
-    shards = windowed.index.shards
+    shards = windowed.rows.shards
     assert len(set(shards)) > 3
     for number in range(windowed.steps_in_epoch):
-        rows = [row for planned in windowed.step(number).packs for row in planned.rows]
+        rows = [row for planned in windowed.step(number).micro_batches for row in planned.rows]
         assert len({shards[row] for row in rows}) <= 3  # of the three rows a shard has

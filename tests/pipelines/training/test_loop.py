@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from toy_training import EVERYTHING, ROWS, Toy, start, train, wait
 
 from dspark.models.eagle3 import Eagle3
-from pipelines.training.batches import SampleIndex
-from pipelines.training.log import HELD_OUT, LOG, read_log
+from pipelines.errors import UserError
+from pipelines.training.loader import Rows
+from pipelines.training.log import LOG, VALIDATION, read_log
 from pipelines.training.loop import FINAL
 from pipelines.training.task import TrainingTask, step_plan
 from storage.checkpoints import complete_checkpoints, load_checkpoint, newest_checkpoint
@@ -100,7 +101,7 @@ def test_lines_of_the_log_that_span_a_resume_tell_of_all_their_steps(toy: Toy):
     train(task)
     assert [line["step"] for line in log(task)] == [4, 6]
     assert log(task) == log(undisturbed)
-    assert log(task, HELD_OUT) == log(undisturbed, HELD_OUT)
+    assert log(task, VALIDATION) == log(undisturbed, VALIDATION)
 
 
 def stops_after(step: int) -> Callable[[], None]:
@@ -123,7 +124,7 @@ def test_a_request_to_stop_writes_a_checkpoint_at_once_and_leaves_no_trace(toy: 
     train(task)
     assert farthest(task, straight) == 0
     assert log(task) == log(straight)
-    assert log(task, HELD_OUT) == log(straight, HELD_OUT)
+    assert log(task, VALIDATION) == log(straight, VALIDATION)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_the_best_is_kept_and_published_where_asked(toy: Toy):
         "best", load_best_model_at_end=True, save_total_limit=1, save_steps=1, checkpoint_in_background=True
     )
     train(task)
-    scores = {line["step"]: line["tau_probabilistic"] for line in log(task, HELD_OUT)}
+    scores = {line["step"]: line["tau_probabilistic"] for line in log(task, VALIDATION)}
     assert list(scores) == [1, 2, 3, 4, 5, 6]
     best = max(scores, key=lambda step: (scores[step], step))
     kept = complete_checkpoints(task.output)
@@ -202,8 +203,8 @@ def test_eagle3_trains_on_a_conversation_that_is_supervised_from_its_first_token
     cache = task.open_cache()
     assert cache.spans(EVERYTHING)[0][0] == 0
     train(task)  # an epoch
-    plan = step_plan(task.settings, SampleIndex.of(cache), 4, Eagle3.first_anchor)
-    packs = [planned for number in range(4) for planned in plan.step(number).packs]
+    plan = step_plan(task.settings, Rows.of(cache), 4, Eagle3.first_anchor)
+    packs = [planned for number in range(4) for planned in plan.step(number).micro_batches]
     (anchors,) = [
         a for planned in packs for row, a in zip(planned.rows, planned.anchors, strict=True) if row == EVERYTHING
     ]
@@ -211,11 +212,40 @@ def test_eagle3_trains_on_a_conversation_that_is_supervised_from_its_first_token
     assert log(task)[-1]["loss"] > 0
 
 
+TERM = """
+from dspark.losses.losses import LossTerm, loss_terms
+
+
+@loss_terms.register("toy_variation")
+class ToyVariation(LossTerm):
+    reads = ("l1",)
+    options = {"toy_power": 2.0}
+
+    def value(self, slots):
+        return (slots.l1 / 2) ** self.toy_power
+"""
+
+
+def test_a_loss_term_from_a_file_of_ones_own_is_trained(toy: Toy):
+    """From the settings to a step: alone it is the loss, in the log under its name, and it moves the drafter."""
+    plugin = toy.folder / "toy_variation.py"
+    plugin.write_text(TERM)
+    loss = {"ce": 0, "l1": 0, "confidence": 0, "toy_variation": 0.5, "toy_power": 3}
+    task = toy.task("toy-term", plugins=[str(plugin)], loss=loss, max_steps=2, validation_samples=0)
+    train(task)
+    line = log(task)[0]
+    assert line["loss"] == pytest.approx(0.5 * line["toy_variation"], rel=1e-5)
+    assert 0 < line["toy_variation"] < (line["l1"] / 2) < 1
+    assert log(task)[0]["gradient_norm"] > 0
+    with pytest.raises(UserError, match=r"no loss term 'toy_variations'; did you mean toy_variation\?"):
+        toy.task("toy-term", plugins=[str(plugin)], loss={"toy_variations": 1})
+
+
 def not_finite_from(step: int) -> Callable[[], None]:
     """Losses of one sample are NaN from this step on."""
 
     def prepare() -> None:
-        from pipelines.training.model import BlockLoss
+        from dspark.losses.fused_loss import BlockLoss
 
         real = BlockLoss.forward
 

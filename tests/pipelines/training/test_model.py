@@ -8,10 +8,10 @@ import pytest
 import torch
 from toy_training import Toy
 
-from dspark.losses import LossConfig
-from pipelines.training.batches import SampleIndex
-from pipelines.training.loader import PackReader
-from pipelines.training.model import BlockLoss, make_drafter, parameter_groups, speed_up
+from dspark.losses.fused_loss import BlockLoss
+from dspark.losses.losses import LossConfig
+from pipelines.training.loader import MicroBatchReader, Rows
+from pipelines.training.model import make_drafter, parameter_groups, speed_up
 from pipelines.training.task import TrainingTask, step_plan
 
 pytestmark = pytest.mark.timeout(600)
@@ -31,9 +31,9 @@ def module_of(task: TrainingTask) -> BlockLoss:
 
 def loss_and_gradients(task: TrainingTask) -> tuple[float, dict[str, torch.Tensor]]:
     module, cache = module_of(task), task.open_cache()
-    plan = step_plan(task.settings, SampleIndex.of(cache), 1)
-    planned = next(planned for planned in plan.step(0).packs if planned.rows)
-    loss, _ = module(PackReader(dtype=torch.float32, block_size=plan.block_size)(cache, planned), 10.0)
+    plan = step_plan(task.settings, Rows.of(cache), 1)
+    planned = next(planned for planned in plan.step(0).micro_batches if planned.rows)
+    loss, _ = module(MicroBatchReader(dtype=torch.float32, block_size=plan.block_size)(cache, planned), 10.0)
     loss.backward()
     names = dict(module.named_parameters())
     return loss.item(), {name: p.grad for name, p in names.items() if p.grad is not None}
@@ -85,15 +85,15 @@ def test_recomputing_keeps_less(toy: Toy):
     def kept(task: TrainingTask) -> int:
         sizes: dict[int, int] = {}
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
+        def note(tensor: torch.Tensor) -> torch.Tensor:
             sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
         module, cache = module_of(task), task.open_cache()
-        plan = step_plan(task.settings, SampleIndex.of(cache), 1)
-        planned = next(planned for planned in plan.step(0).packs if planned.rows)
-        batch = PackReader(dtype=torch.float32, block_size=plan.block_size)(cache, planned)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        plan = step_plan(task.settings, Rows.of(cache), 1)
+        planned = next(planned for planned in plan.step(0).micro_batches if planned.rows)
+        batch = MicroBatchReader(dtype=torch.float32, block_size=plan.block_size)(cache, planned)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             states = module.drafter.block_states(batch)
         weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
         assert states.requires_grad

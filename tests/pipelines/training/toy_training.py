@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,12 @@ ROWS, PROMPT, ANSWER = 13, 6, 22
 UNSUPERVISED, ONE_TOKEN, EVERYTHING = 3, 4, 5  # rows of which no token, a single one, and all are supervised
 
 
-def toy_settings(folder: Path, target: Path, *, drafter: dict[str, Any] | None = None, **train: Any) -> Settings:
+def toy_settings(
+    folder: Path, target: Path, *, drafter: dict[str, Any] | None = None, plugins: Sequence[str] = (), **train: Any
+) -> Settings:
     """Six steps over 13 conversations in batches of 4: the last batch of an epoch has one."""
     values = {
+        "plugins": list(plugins),
         "run": {"directory": str(folder)},
         "target": {"model": str(target), "dtype": "float32", "device": "cpu"},
         "drafter": {

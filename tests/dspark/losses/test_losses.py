@@ -16,38 +16,41 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dspark.anchors import anchors_weight
-from dspark.fused_loss import slot_losses
-from dspark.losses import LossConfig, add_sums, fused_loss, global_normalizer, metrics_of
+from dspark.losses.anchors import anchors_weight
+from dspark.losses.fused_loss import fused_loss, slot_losses, slot_weights
+from dspark.losses.losses import LossConfig, add_sums, loss_terms, metrics_of
+from dspark.losses.micro_batch import MicroBatch, Teacher
+from dspark.losses.output_head import OutputHead, log_normalizers
 from dspark.models.checkpoint import load_drafter
 from dspark.models.heads import ConfidenceHead, build_head
-from dspark.output_head import OutputHead, log_normalizers
-from dspark.packing import DenseTeacher, PackedBatch, SparseTeacher
-from dspark.slot_terms import TermWeights
 
-PAPER = TermWeights(ce=0.1, l1=0.9, confidence=1.0)
-EVERYTHING = TermWeights(
-    ce=0.1, l1=0.2, kl=0.3, soft_ce=0.4, negative_log_acceptance=0.5, lk_hybrid=0.6, confidence=0.7
-)
-TERMS = {
+Weights = dict[str, float]
+NOTHING: Weights = dict.fromkeys(loss_terms, 0.0)
+PAPER: Weights = {"ce": 0.1, "l1": 0.9, "confidence": 1.0}
+EVERYTHING: Weights = {
+    "ce": 0.1,
+    "l1": 0.2,
+    "kl": 0.3,
+    "soft_ce": 0.4,
+    "negative_log_acceptance": 0.5,
+    "lk_hybrid": 0.6,
+    "confidence": 0.7,
+}
+TERMS: dict[str, Weights] = {
     "paper": PAPER,
-    "ce": TermWeights(ce=1.0),
-    "l1": TermWeights(l1=1.0),
-    "kl": TermWeights(kl=1.0),
-    "soft_ce": TermWeights(soft_ce=1.0),
-    "negative_log_acceptance": TermWeights(negative_log_acceptance=1.0),
-    "lk_hybrid": TermWeights(lk_hybrid=1.0),
+    **{name: {name: 1.0} for name in EVERYTHING if name != "confidence"},
     "everything": EVERYTHING,
 }
 
 
 def weighted_terms(
-    terms: TermWeights, weights: Tensor, log_p: Tensor, q: Tensor, outside: Tensor, labels: Tensor, confidence: Tensor
+    terms: Weights, weights: Tensor, log_p: Tensor, q: Tensor, outside: Tensor, labels: Tensor, confidence: Tensor
 ) -> Tensor:
     """Every term from draft log-probabilities and teacher probabilities on the same outcomes [M, D].
 
     `outside` is teacher mass that the draft cannot reach; a label below 0 has no cross-entropy.
     """
+    of = {**NOTHING, **terms}
     p = log_p.exp()
     l1 = (p - q).abs().sum(-1) + outside
     acceptance = torch.minimum(p, q).sum(-1)
@@ -55,11 +58,11 @@ def weighted_terms(
     soft_ce = -(q * log_p).sum(-1)
     renormalised = q / q.sum(-1, keepdim=True)
     kl = (torch.xlogy(renormalised, renormalised) - renormalised * log_p).sum(-1)
-    share = torch.exp(-terms.lk_hybrid_decay * acceptance.detach())
+    share = torch.exp(-3.0 * acceptance.detach())
     bce = F.binary_cross_entropy_with_logits(confidence, acceptance.detach().clamp(0, 1), reduction="none")
-    value = terms.ce * ce + terms.l1 * l1 + terms.kl * kl + terms.soft_ce * soft_ce + terms.confidence * bce
-    value = value - terms.negative_log_acceptance * acceptance.log()
-    return (weights * (value + terms.lk_hybrid * (share * kl + (1 - share) * l1 / 2))).sum()
+    value = of["ce"] * ce + of["l1"] * l1 + of["kl"] * kl + of["soft_ce"] * soft_ce + of["confidence"] * bce
+    value = value - of["negative_log_acceptance"] * acceptance.log()
+    return (weights * (value + of["lk_hybrid"] * (share * kl + (1 - share) * l1 / 2))).sum()
 
 
 class Problem:
@@ -104,7 +107,7 @@ class Problem:
         position = {token: at for at, token in enumerate(self.ids.tolist())}
         return torch.tensor([position.get(label, -1) for label in self.labels.tolist()])
 
-    def plain(self, terms: TermWeights, soft_cap: float | None) -> tuple[Tensor, list[Tensor]]:
+    def plain(self, terms: Weights, soft_cap: float | None) -> tuple[Tensor, list[Tensor]]:
         inputs = [tensor.double().requires_grad_() for tensor in self.inputs]
         q = self.logits(self.teacher.double(), soft_cap).softmax(-1)[self.row]
         inside = q if self.ids is None else q[:, self.ids]
@@ -114,21 +117,20 @@ class Problem:
         return loss.detach(), gradients(loss, inputs)
 
     def fused(
-        self, terms: TermWeights, dtype: torch.dtype, teacher: Any, *, soft_cap: float | None = None, chunk: int = 16
+        self, terms: Weights, dtype: torch.dtype, teacher: Any, *, soft_cap: float | None = None, chunk: int = 16
     ) -> tuple[Tensor, list[Tensor]]:
         inputs = [tensor.to(dtype).requires_grad_() for tensor in self.inputs]
         loss, _ = slot_losses(
             inputs[0],
             head=self.head(dtype, soft_cap),
-            terms=terms,
+            config=LossConfig(**{**NOTHING, **terms}, chunk_slots=chunk),
             weights=self.weights.to(dtype),
-            label_ids=self.labels,
+            labels=self.labels,
             teacher=teacher,
             teacher_row=self.row,
             bias_states=inputs[1],
             bias_weight=inputs[2],
             confidence_logits=inputs[3],
-            chunk_slots=chunk,
         )
         return loss.detach(), gradients(loss, inputs)
 
@@ -154,7 +156,7 @@ def test_every_term_and_gradient_equals_the_plain_loss(
 ) -> None:
     problem = Problem(3, slots=90, rows=40, vocabulary=700, reduced=reduced)
     plain = problem.plain(TERMS[name], soft_cap)
-    teacher = DenseTeacher(states=problem.teacher.to(dtype))
+    teacher = Teacher(last_hidden_state=problem.teacher.to(dtype))
     assert_close(problem.fused(TERMS[name], dtype, teacher, soft_cap=soft_cap), plain, tolerance)
     head = problem.head(dtype, soft_cap)
     teacher.log_normalizers = log_normalizers(teacher, head, chunk_rows=7)
@@ -175,7 +177,7 @@ def test_any_shape_and_chunk_agrees(
 ) -> None:
     reduced = data.draw(st.none() | st.integers(2, vocabulary))
     problem = Problem(seed, slots=slots, rows=rows, vocabulary=vocabulary, reduced=reduced)
-    teacher = DenseTeacher(states=problem.teacher.double())
+    teacher = Teacher(last_hidden_state=problem.teacher.double())
     ours = problem.fused(EVERYTHING, torch.float64, teacher, chunk=chunk)
     assert_close(ours, problem.plain(EVERYTHING, None), 1e-9)
 
@@ -190,7 +192,7 @@ def test_sparse_teacher_is_compared_on_its_tokens_and_one_bucket(
     problem = Problem(5, slots=60, rows=25, vocabulary=300, reduced=reduced)
     full = problem.logits(problem.teacher.double(), None).log_softmax(-1)
     log_probs, tokens = full.topk(9)
-    teacher = SparseTeacher(token_ids=tokens, log_probs=log_probs, tail_mass=1 - log_probs.exp().sum(-1))
+    teacher = Teacher(top_ids=tokens, top_values=log_probs, tail_mass=1 - log_probs.exp().sum(-1))
     inputs = [tensor.double().requires_grad_() for tensor in problem.inputs]
     draft = problem.draft_log_probs(inputs, None).exp()
     columns = list(range(300)) if problem.ids is None else problem.ids.tolist()
@@ -206,9 +208,8 @@ def test_sparse_teacher_is_compared_on_its_tokens_and_one_bucket(
         q.append(torch.cat([F.pad(mass, (0, padding)), teacher.tail_mass[row, None]]))
         outside.append(1 - q[-1].sum())
     log_p = torch.stack(p).clamp(min=1e-300).log()
-    others_terms = replace(terms, ce=0.0)
     loss = weighted_terms(
-        others_terms,
+        {**terms, "ce": 0.0},
         problem.weights.double(),
         log_p,
         torch.stack(q),
@@ -218,8 +219,8 @@ def test_sparse_teacher_is_compared_on_its_tokens_and_one_bucket(
     )
     labels = problem.draft_labels()
     ce = -draft.log().gather(1, labels.clamp(min=0)[:, None])[:, 0] * (labels >= 0)
-    loss = loss + terms.ce * (problem.weights.double() * ce).sum()
-    narrow = SparseTeacher(token_ids=tokens, log_probs=log_probs.to(dtype), tail_mass=teacher.tail_mass.to(dtype))
+    loss = loss + terms.get("ce", 0.0) * (problem.weights.double() * ce).sum()
+    narrow = Teacher(top_ids=tokens, top_values=log_probs.to(dtype), tail_mass=teacher.tail_mass.to(dtype))
     assert_close(problem.fused(terms, dtype, narrow), (loss.detach(), gradients(loss, inputs)), tolerance)
 
 
@@ -227,8 +228,8 @@ def test_a_sparse_teacher_that_keeps_everything_is_the_dense_one() -> None:
     problem = Problem(6, slots=30, rows=12, vocabulary=50)
     full = problem.logits(problem.teacher.double(), None).log_softmax(-1)
     log_probs, tokens = full.topk(50)
-    sparse = SparseTeacher(token_ids=tokens, log_probs=log_probs, tail_mass=torch.zeros(12).double())
-    dense = DenseTeacher(states=problem.teacher.double())
+    sparse = Teacher(top_ids=tokens, top_values=log_probs, tail_mass=torch.zeros(12).double())
+    dense = Teacher(last_hidden_state=problem.teacher.double())
     assert_close(
         problem.fused(EVERYTHING, torch.float64, sparse), problem.fused(EVERYTHING, torch.float64, dense), 1e-10
     )
@@ -246,8 +247,8 @@ def test_peaked_and_hopeless_slots_stay_finite() -> None:
     log_probs, tokens = full.topk(3)
     tail = (1 - log_probs.exp().sum(-1)).clamp(min=0)
     for teacher in (
-        DenseTeacher(states=problem.teacher),
-        SparseTeacher(token_ids=tokens, log_probs=log_probs.float(), tail_mass=tail.float()),
+        Teacher(last_hidden_state=problem.teacher),
+        Teacher(top_ids=tokens, top_values=log_probs.float(), tail_mass=tail.float()),
     ):
         for terms in TERMS.values():
             loss, found = problem.fused(terms, torch.float32, teacher)
@@ -283,40 +284,40 @@ class TinyDrafter(nn.Module):
         return self.confidence_head(states, None if head is None else head.embed(previous_ids))
 
 
-def random_batch(seed: int, *, blocks: int = 12, slots: int = 5, rows: int = 30, vocabulary: int = 300) -> PackedBatch:
+def random_batch(seed: int, *, blocks: int = 12, slots: int = 5, rows: int = 30, vocabulary: int = 300) -> MicroBatch:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, slots + 1, (blocks, 1), generator=generator)
-    supervised = torch.arange(slots) < lengths
+    loss_mask = torch.arange(slots) < lengths
 
     def integers(high: int) -> Tensor:
         return torch.randint(0, high, (blocks, slots), generator=generator)
 
     empty = torch.zeros(0)
-    return PackedBatch(
+    return MicroBatch(
         sample_ids=[],
         input_ids=empty,
         positions=empty,
         sequence_starts=empty,
-        features=empty,
+        hidden_states=empty,
         block_sequence=empty,
         block_anchor=empty,
         block_starts=empty,
         previous_ids=integers(vocabulary),
-        label_ids=integers(vocabulary) * supervised,
-        supervised=supervised,
-        teacher_index=integers(rows) * supervised,
-        teacher=DenseTeacher(states=torch.randn(rows, 20, generator=generator)),
+        labels=integers(vocabulary) * loss_mask,
+        loss_mask=loss_mask,
+        teacher_index=integers(rows) * loss_mask,
+        teacher=Teacher(last_hidden_state=torch.randn(rows, 20, generator=generator)),
     )
 
 
-def plain_batch_loss(drafter: TinyDrafter, states: Tensor, batch: PackedBatch, config: LossConfig) -> Tensor:
+def plain_batch_loss(drafter: TinyDrafter, states: Tensor, batch: MicroBatch, config: LossConfig) -> Tensor:
     """All logits at once, in the drafter's dtype."""
-    on = batch.supervised
+    on = batch.loss_mask
     logits = drafter.lm_head(states)
     if drafter.sequential_head is not None:
         logits = logits + drafter.sequential_head.teacher_forced_bias(states, batch.previous_ids)
-    q = drafter.lm_head(batch.teacher.states.to(states.dtype))[batch.teacher_index].softmax(-1)
-    labels, outside = batch.label_ids, torch.zeros(on.shape, dtype=states.dtype)
+    q = drafter.lm_head(batch.teacher.last_hidden_state.to(states.dtype))[batch.teacher_index].softmax(-1)
+    labels, outside = batch.labels, torch.zeros(on.shape, dtype=states.dtype)
     if drafter.draft_token_ids is not None:
         logits, q = logits[..., drafter.draft_token_ids], q[..., drafter.draft_token_ids]
         outside = 1 - q.sum(-1)
@@ -325,7 +326,7 @@ def plain_batch_loss(drafter: TinyDrafter, states: Tensor, batch: PackedBatch, c
     weights = (torch.exp(-torch.arange(on.shape[1]).double() / config.position_decay) * on)[on]
     confidence = drafter.confidence_logits(states, batch.previous_ids)
     total = weighted_terms(
-        config.terms, weights, logits.log_softmax(-1)[on], q[on], outside[on], labels[on], confidence[on]
+        config.weights, weights, logits.log_softmax(-1)[on], q[on], outside[on], labels[on], confidence[on]
     )
     return total / (weights.sum() + 1e-6)
 
@@ -365,13 +366,13 @@ def test_any_split_with_the_global_normalizer_is_the_same_step(order: list[int],
     def step(parts: list[list[int]], normalizer: float | None) -> tuple[Tensor, list[Tensor], dict[str, float]]:
         total, sums = torch.zeros(()).double(), dict[str, float]()
         for part in parts:
-            names = ("previous_ids", "label_ids", "supervised", "teacher_index")
+            names = ("previous_ids", "labels", "loss_mask", "teacher_index")
             piece = replace(batch, **{name: getattr(batch, name)[part] for name in names})
             result = fused_loss(drafter, states[part], piece, config, normalizer=normalizer)
             total, sums = total + result.loss, add_sums(sums, result.sums)
         return total, gradients(total, [p for p in drafter.parameters() if p.requires_grad]), sums
 
-    normalizer = global_normalizer([batch.supervised], config.position_decay)
+    normalizer = float(slot_weights(batch.loss_mask, config.position_decay).double().sum())
     whole = step([list(range(12))], None)
     parts = step([order[:cut], order[cut:]], normalizer)
     assert_close(parts[:2], whole[:2], 1e-7)  # weights are float32, the normaliser's sum float64
@@ -380,7 +381,7 @@ def test_any_split_with_the_global_normalizer_is_the_same_step(order: list[int],
 
 def test_nothing_supervised_gives_zero_gradients_and_no_error() -> None:
     drafter, batch = TinyDrafter("rnn"), random_batch(3)
-    batch.supervised.zero_()
+    batch.loss_mask.zero_()
     batch.teacher_index.zero_()
     states = torch.randn(12, 5, 20, requires_grad=True)
     result = fused_loss(drafter, states, batch, LossConfig(), normalizer=7.0)
@@ -446,7 +447,7 @@ def test_the_normalizer_is_known_before_the_forward_pass(golden: Path) -> None:
         )
         for row in range(len(case["input_ids"]))
     )
-    assert global_normalizer([batch.supervised], 4.0) == pytest.approx(from_masks, rel=1e-7)
+    assert float(slot_weights(batch.loss_mask, 4.0).double().sum()) == pytest.approx(from_masks, rel=1e-7)
     assert from_masks == pytest.approx(float((np.exp(-np.arange(7) / 4) * case["eval_mask"]).sum()), rel=1e-12)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dspark.packing import DenseTeacher, TopOffsets
+from dspark.losses.micro_batch import Teacher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +90,20 @@ def teacher_logits(states: Tensor, weight: Tensor, soft_cap: float | None, out: 
     return out
 
 
-def add_offsets_(logits: Tensor, offsets: TopOffsets, draft_index: Tensor | None = None) -> None:
-    """Add a row's offsets to its logits [p, V], or [p, D] with `draft_index` [V], in place."""
-    columns, values = offsets.token_ids, offsets.values.to(logits.dtype)
+def full_logits(teacher: Teacher, head: OutputHead, at: slice, out: Tensor) -> Tensor:
+    """A dense teacher's logits over the whole vocabulary, of its rows `at`, in `out`."""
+    assert teacher.last_hidden_state is not None
+    states = teacher.last_hidden_state[at]
+    logits = teacher_logits(states, head.weight, head.soft_cap, out[: len(states)])
+    add_corrections_(logits, teacher, at)
+    return logits
+
+
+def add_corrections_(logits: Tensor, teacher: Teacher, at: slice, draft_index: Tensor | None = None) -> None:
+    """Add what a dense teacher's rows `at` correct to their logits [p, V], or [p, D] with `draft_index` [V]."""
+    if teacher.top_ids is None or teacher.top_values is None:
+        return
+    columns, values = teacher.top_ids[at], teacher.top_values[at].to(logits.dtype)
     if draft_index is not None:
         columns = draft_index[columns]
         values = values * (columns >= 0)
@@ -100,21 +111,18 @@ def add_offsets_(logits: Tensor, offsets: TopOffsets, draft_index: Tensor | None
     logits.scatter_add_(1, columns, values)
 
 
-def log_normalizers(teacher: DenseTeacher, head: OutputHead, *, chunk_rows: int = 256) -> Tensor:
-    """log sum exp of the teacher's logits over the whole vocabulary [P].
+def log_normalizers(teacher: Teacher, head: OutputHead, *, chunk_rows: int = 256) -> Tensor:
+    """log sum exp of a dense teacher's logits over the whole vocabulary [P].
 
-    They depend on the target alone. Kept between epochs (`DenseTeacher.log_normalizers`), they spare a reduced draft
+    They depend on the target alone. Kept between epochs (`Teacher.log_normalizers`), they spare a reduced draft
     vocabulary the projection to the full one, which is most of the teacher's work.
     """
-    states = teacher.states
-    result = head.buffer(len(states), 1)[:, 0]
-    scratch = head.buffer(min(chunk_rows, len(states)), len(head.weight))
-    for start in range(0, len(states), chunk_rows):
-        part = states[start : start + chunk_rows]
-        logits = teacher_logits(part, head.weight, head.soft_cap, scratch[: len(part)])
-        if teacher.offsets is not None:
-            add_offsets_(logits, teacher.offsets.rows(slice(start, start + len(part))))
-        result[start : start + len(part)] = log_normalizer_(logits)
+    count = len(teacher)
+    result = head.buffer(count, 1)[:, 0]
+    scratch = head.buffer(min(chunk_rows, count), len(head.weight))
+    for start in range(0, count, chunk_rows):
+        at = slice(start, min(start + chunk_rows, count))
+        result[at] = log_normalizer_(full_logits(teacher, head, at, scratch))
     return result
 
 
@@ -128,9 +136,9 @@ class TeacherRows:
 
 
 class TeacherReader:
-    """Turns last states into probabilities, at most `max_rows` at a time, in buffers of its own."""
+    """Turns last hidden states into probabilities, at most `max_rows` at a time, in buffers of its own."""
 
-    def __init__(self, teacher: DenseTeacher, head: OutputHead, *, max_rows: int, entropy: bool) -> None:
+    def __init__(self, teacher: Teacher, head: OutputHead, *, max_rows: int, entropy: bool) -> None:
         self._teacher, self._head, self._entropy = teacher, head, entropy
         self._probs = head.buffer(max_rows, head.draft_size)
         self._needs_full = head.draft_index is not None and teacher.log_normalizers is None
@@ -139,33 +147,30 @@ class TeacherReader:
             self._full = head.buffer(full_rows, len(head.weight))
 
     def read(self, start: int, end: int) -> TeacherRows:
-        head, states = self._head, self._teacher.states[start:end]
+        head, teacher, at = self._head, self._teacher, slice(start, end)
         probs = self._probs[: end - start]
-        offsets = self._teacher.offsets
         if self._needs_full:
             self._read_through_full(start, end, probs)
         else:
-            teacher_logits(states, head.draft_weight, head.soft_cap, probs)
-            if offsets is not None:
-                add_offsets_(probs, offsets.rows(slice(start, end)), head.draft_index)
+            assert teacher.last_hidden_state is not None
+            teacher_logits(teacher.last_hidden_state[at], head.draft_weight, head.soft_cap, probs)
+            add_corrections_(probs, teacher, at, head.draft_index)
             if head.draft_index is None:
                 probs.sub_(probs.amax(-1, keepdim=True)).exp_()
                 probs.mul_(probs.sum(-1, keepdim=True).reciprocal_())
             else:
-                assert self._teacher.log_normalizers is not None
-                probs.sub_(self._teacher.log_normalizers[start:end, None]).exp_()
+                assert teacher.log_normalizers is not None
+                probs.sub_(teacher.log_normalizers[at, None]).exp_()
         mass = probs.sum(-1) if head.draft_index is not None else None
         entropy = -torch.special.entr(probs).sum(-1) if self._entropy else None
         return TeacherRows(probs=probs, mass=mass, negative_entropy=entropy)
 
     def _read_through_full(self, start: int, end: int, probs: Tensor) -> None:
-        head, step, teacher = self._head, len(self._full), self._teacher
+        head, step = self._head, len(self._full)
         assert head.draft_token_ids is not None
-        for at in range(start, end, step):
-            stop = min(at + step, end)
-            part, kept = teacher.states[at:stop], probs[at - start : stop - start]
-            full = teacher_logits(part, head.weight, head.soft_cap, self._full[: len(part)])
-            if teacher.offsets is not None:
-                add_offsets_(full, teacher.offsets.rows(slice(at, stop)))
+        for first in range(start, end, step):
+            at = slice(first, min(first + step, end))
+            kept = probs[at.start - start : at.stop - start]
+            full = full_logits(self._teacher, head, at, self._full)
             torch.index_select(full, 1, head.draft_token_ids, out=kept)
             kept.sub_(log_normalizer_(full)[:, None]).exp_()

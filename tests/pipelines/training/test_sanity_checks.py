@@ -5,15 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from dspark.target import Target
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dspark.anchors import draw_anchors, supervised_mask
-from dspark.output_head import OutputHead
-from dspark.packing import DenseTeacher, PackedBatch, Sample, SparseTeacher, pack
-from dspark.teacher_check import constant_acceptance, with_own_teacher
-from pipelines.training.batches import SampleIndex, StepPlan
-from pipelines.training.early_signs import EarlySigns, check_masks, check_teacher
+from dspark.decoding.target import Target
+from dspark.losses.anchors import draw_anchors, loss_mask_of
+from dspark.losses.micro_batch import MicroBatch, Teacher, make_micro_batch
+from dspark.losses.output_head import OutputHead
+from dspark.losses.teacher_check import constant_acceptance, with_own_teacher
+from pipelines.training.loader import Rows, StepPlan
+from pipelines.training.sanity_checks import SanityChecks, check_masks, check_teacher
+from storage.cache.shards import StoredRow
 
 VOCABULARY, HIDDEN, LENGTH, BLOCK = 61, 16, 40, 4
 SPAN = (8, LENGTH)
@@ -24,25 +25,28 @@ def weight() -> torch.Tensor:
     return torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(0))
 
 
-def batch_of(weight: torch.Tensor, *, shift: int = 0, seed: int = 1, sparse: bool = False) -> PackedBatch:
+def batch_of(weight: torch.Tensor, *, shift: int = 0, seed: int = 1, sparse: bool = False) -> MicroBatch:
     """One conversation; the state at p speaks of the token at p + 1 + shift, of the text of `seed`."""
     tokens = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(1))
     spoken = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(seed))
     positions = torch.arange(SPAN[0] - 1, SPAN[1] - 1)
     states = weight[spoken[(positions + 1 + shift).clamp(max=LENGTH - 1)]]
-    teacher: DenseTeacher | SparseTeacher = DenseTeacher(states=states)
+    teacher = Teacher(last_hidden_state=states)
     if sparse:
         top = (states @ weight.T).log_softmax(-1).topk(9)
-        teacher = SparseTeacher(token_ids=top.indices, log_probs=top.values, tail_mass=1 - top.values.exp().sum(-1))
-    sample = Sample(
+        tail = 1 - top.values.exp().sum(-1)
+        teacher = Teacher(top_ids=top.indices, top_values=top.values, tail_mass=tail)
+    sample = StoredRow(
         sample_id="one",
         input_ids=tokens,
-        spans=[SPAN],
+        spans=(SPAN,),
         features=torch.zeros(LENGTH, 1),
         teacher_positions=positions,
         teacher=teacher,
     )
-    return pack([sample], [draw_anchors(supervised_mask([SPAN], LENGTH), 99, seed=0, epoch=0, sample_id="one")], BLOCK)
+    return make_micro_batch(
+        [sample], [draw_anchors(loss_mask_of([SPAN], LENGTH), 99, seed=0, epoch=0, sample_id="one")], BLOCK
+    )
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -68,17 +72,17 @@ def test_an_untrained_target_that_repeats_what_it_reads_is_no_fault():
     last = target.capture(ids).last[0]
     head = OutputHead.create(target.lm_head.weight)
 
-    def batch(shift: int) -> PackedBatch:
+    def batch(shift: int) -> MicroBatch:
         positions = torch.arange(SPAN[0] - 1, SPAN[1] - 1)
-        sample = Sample(
+        sample = StoredRow(
             sample_id="one",
             input_ids=ids[0],
-            spans=[SPAN],
+            spans=(SPAN,),
             features=torch.zeros(LENGTH, 1),
             teacher_positions=positions,
-            teacher=DenseTeacher(states=last[(positions + shift).clamp(max=LENGTH - 1)]),
+            teacher=Teacher(last_hidden_state=last[(positions + shift).clamp(max=LENGTH - 1)]),
         )
-        return pack([sample], [np.arange(SPAN[0], SPAN[1] - 1)], BLOCK)
+        return make_micro_batch([sample], [np.arange(SPAN[0], SPAN[1] - 1)], BLOCK)
 
     with pytest.raises(ValueError, match="the token before"):
         check_teacher(batch(0), head)
@@ -94,22 +98,22 @@ def test_a_teacher_of_another_text_is_told(weight: torch.Tensor):
 
 def plan_of(*spans: tuple[tuple[int, int], ...]) -> StepPlan:
     count = len(spans)
-    index = SampleIndex(
+    rows = Rows(
         sample_ids=tuple(map(str, range(count))),
         lengths=(LENGTH,) * count,
         spans=spans,
-        rows=tuple(range(count)),
+        numbers=tuple(range(count)),
         shards=(0,) * count,
     )
     return StepPlan(
-        index=index,
+        rows=rows,
         seed=0,
         global_batch_size=2,
         num_anchors=4,
         anchor_rule="paper",
         block_size=BLOCK,
         position_decay=4.0,
-        pack_budget=100,
+        max_tokens_per_micro_batch=100,
         total_steps=1,
     )
 
@@ -124,8 +128,8 @@ def test_masks_that_leave_everything_out_are_refused_and_many_are_told():
 
 def test_a_constant_drafter_is_accepted_as_a_plain_loop_says(weight: torch.Tensor):
     batch = batch_of(weight)
-    assert isinstance(batch.teacher, DenseTeacher)
-    probs = (batch.teacher.states[batch.teacher_index[:, 0]] @ weight.T).softmax(-1)
+    assert batch.teacher.last_hidden_state is not None
+    probs = (batch.teacher.last_hidden_state[batch.teacher_index[:, 0]] @ weight.T).softmax(-1)
     for drafted in (None, torch.arange(0, VOCABULARY, 2)):
         inside = probs if drafted is None else probs[:, drafted]
         draft = inside.mean(0) / inside.mean(0).sum()
@@ -134,9 +138,9 @@ def test_a_constant_drafter_is_accepted_as_a_plain_loop_says(weight: torch.Tenso
         assert found == pytest.approx(sum(rows) / len(rows), abs=1e-5)
 
 
-def signs_of(weight: torch.Tensor, *, warmup_steps: int) -> EarlySigns:
+def signs_of(weight: torch.Tensor, *, warmup_steps: int) -> SanityChecks:
     batch, head = batch_of(weight), OutputHead.create(weight)
-    return EarlySigns(plan_of((SPAN,)), batch, head, warmup_steps=warmup_steps, first=0, first_line=10)
+    return SanityChecks(plan_of((SPAN,)), batch, head, warmup_steps=warmup_steps, first=0, first_line=10)
 
 
 def test_slot_zero_below_a_constant_is_told_once_after_the_first_steps(weight: torch.Tensor):

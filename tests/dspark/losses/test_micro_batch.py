@@ -6,28 +6,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark.anchors import draw_anchors, supervised_mask
-from dspark.packing import DenseTeacher, PackedBatch, Sample, SparseTeacher, pack, plan_packs, work_of
+from dspark.losses.anchors import draw_anchors, loss_mask_of
+from dspark.losses.micro_batch import MicroBatch, Teacher, make_micro_batch, plan_micro_batches, work_of
+from storage.cache.shards import StoredRow
 
 
-def make_sample(index: int, length: int, spans: list[tuple[int, int]], *, sparse: bool = False) -> Sample:
+def make_sample(index: int, length: int, spans: list[tuple[int, int]], *, sparse: bool = False) -> StoredRow:
     generator = torch.Generator().manual_seed(index)
-    mask = supervised_mask(spans, length)
+    mask = loss_mask_of(spans, length)
     positions = torch.from_numpy(np.flatnonzero(np.append(mask[1:], False)))
     states = torch.randn(len(positions), 5, generator=generator)
-    teacher = SparseTeacher(
-        token_ids=torch.arange(3).repeat(len(positions), 1),
-        log_probs=states[:, :3].log_softmax(-1) - 0.5,
+    teacher = Teacher(
+        top_ids=torch.arange(3).repeat(len(positions), 1),
+        top_values=states[:, :3].log_softmax(-1) - 0.5,
         tail_mass=torch.full((len(positions),), 1 - float(np.exp(-0.5))),
     )
-    return Sample(
+    return StoredRow(
         sample_id=f"sample-{index}",
         input_ids=torch.randint(1, 50, (length,), generator=generator),
-        spans=spans,
+        spans=tuple(spans),
         features=torch.randn(length, 6, generator=generator),
         teacher_positions=positions,
-        last_states=None if sparse else states,
-        teacher=teacher if sparse else None,
+        teacher=teacher if sparse else Teacher(last_hidden_state=states),  # type: ignore[arg-type]
     )
 
 
@@ -40,31 +40,30 @@ SAMPLES = [
 ]
 
 
-def anchors_of(samples: list[Sample], count: int = 5) -> list[np.ndarray]:
+def anchors_of(samples: list[StoredRow], count: int = 5) -> list[np.ndarray]:
     return [
-        draw_anchors(supervised_mask(s.spans, len(s.input_ids)), count, seed=0, epoch=0, sample_id=s.sample_id)
+        draw_anchors(loss_mask_of(s.spans, len(s.input_ids)), count, seed=0, epoch=0, sample_id=s.sample_id)
         for s in samples
     ]
 
 
-def blocks_of(batch: PackedBatch) -> dict[tuple[str, int], dict[str, torch.Tensor]]:
+def blocks_of(batch: MicroBatch) -> dict[tuple[str, int], dict[str, torch.Tensor]]:
     """Everything that a block may use, keyed by sample and anchor position."""
-    assert isinstance(batch.teacher, DenseTeacher)
     blocks = {}
     for n in range(batch.num_blocks):
         q, at = int(batch.block_sequence[n]), int(batch.block_anchor[n])
         start = int(batch.sequence_starts[q])
         assert batch.block_starts[q] <= n < batch.block_starts[q + 1]
         assert start <= at < batch.sequence_starts[q + 1]
-        on = batch.supervised[n]
+        on = batch.loss_mask[n]
         blocks[batch.sample_ids[q], int(batch.positions[at])] = {
             "context_ids": batch.input_ids[start:at],
-            "context": batch.features[start:at],
+            "context": batch.hidden_states[start:at],
             "positions": batch.positions[start : at + 1],
             "previous": batch.previous_ids[n],
-            "labels": batch.label_ids[n],
-            "supervised": on,
-            "teacher": batch.teacher.states[batch.teacher_index[n]] * on[:, None],
+            "labels": batch.labels[n],
+            "loss_mask": on,
+            "teacher": batch.teacher.last_hidden_state[batch.teacher_index[n]] * on[:, None],
         }
     return blocks
 
@@ -80,21 +79,21 @@ def assert_same_blocks(ours: dict, theirs: dict) -> None:
 @settings(deadline=None)
 def test_order_splitting_and_trimming_change_no_block(order: list[int], cut: int, trim: bool) -> None:
     anchors = anchors_of(SAMPLES)
-    whole = blocks_of(pack(SAMPLES, anchors, 7))
+    whole = blocks_of(make_micro_batch(SAMPLES, anchors, 7))
     parts: dict = {}
     for indices in (order[:cut], order[cut:]):
         if any(len(anchors[i]) for i in indices):
-            batch = pack([SAMPLES[i] for i in indices], [anchors[i] for i in indices], 7, trim_context=trim)
+            batch = make_micro_batch([SAMPLES[i] for i in indices], [anchors[i] for i in indices], 7, trim_context=trim)
             parts |= blocks_of(batch)
     assert_same_blocks(whole, parts)
 
 
 def test_blocks_restated_from_the_sample() -> None:
     anchors = anchors_of(SAMPLES)
-    blocks = blocks_of(pack(SAMPLES, anchors, 4))
+    blocks = blocks_of(make_micro_batch(SAMPLES, anchors, 4))
     for sample, chosen in zip(SAMPLES, anchors, strict=True):
-        mask = supervised_mask(sample.spans, len(sample.input_ids))
-        state_at = dict(zip(sample.teacher_positions.tolist(), sample.last_states, strict=True))
+        mask = loss_mask_of(sample.spans, len(sample.input_ids))
+        state_at = dict(zip(sample.teacher_positions.tolist(), sample.teacher.last_hidden_state, strict=True))
         for a in chosen.tolist():
             block = blocks.pop((sample.sample_id, a))
             assert torch.equal(block["context"], sample.features[:a])
@@ -103,7 +102,7 @@ def test_blocks_restated_from_the_sample() -> None:
             alive = True
             for k in range(4):
                 alive = alive and a + k + 1 < len(mask) and bool(mask[a + k + 1])
-                assert bool(block["supervised"][k]) == alive
+                assert bool(block["loss_mask"][k]) == alive
                 if alive:
                     assert block["labels"][k] == sample.input_ids[a + k + 1]
                     assert torch.equal(block["teacher"][k], state_at[a + k])
@@ -112,10 +111,10 @@ def test_blocks_restated_from_the_sample() -> None:
 
 def test_a_batch_costs_what_it_holds() -> None:
     anchors = anchors_of(SAMPLES)
-    batch = pack(SAMPLES, anchors, 7)
+    batch = make_micro_batch(SAMPLES, anchors, 7)
     assert batch.sample_ids == ["sample-0", "sample-1", "sample-2", "sample-4"]
     assert batch.num_context_tokens == sum(int(chosen[-1]) + 1 for chosen in anchors if len(chosen))
-    used = batch.teacher_index[batch.supervised].unique()
+    used = batch.teacher_index[batch.loss_mask].unique()
     assert torch.equal(used, torch.arange(len(batch.teacher)))
     assert batch.num_blocks == sum(map(len, anchors)) < 5 * len(SAMPLES)
 
@@ -123,34 +122,34 @@ def test_a_batch_costs_what_it_holds() -> None:
 def test_sparse_teachers_are_packed_alike() -> None:
     dense = [make_sample(i, 20, [(4, 18)]) for i in range(2)]
     sparse = [make_sample(i, 20, [(4, 18)], sparse=True) for i in range(2)]
-    a, b = pack(dense, anchors_of(dense), 7), pack(sparse, anchors_of(sparse), 7)
-    assert isinstance(b.teacher, SparseTeacher)
+    a, b = make_micro_batch(dense, anchors_of(dense), 7), make_micro_batch(sparse, anchors_of(sparse), 7)
+    assert b.teacher.sparse
     assert torch.equal(a.teacher_index, b.teacher_index)
-    expected = a.teacher.states[:, :3].log_softmax(-1) - 0.5  # type: ignore[union-attr]
-    torch.testing.assert_close(b.teacher.log_probs, expected)
-    with pytest.raises(ValueError, match="one batch takes one kind"):
-        pack([dense[0], sparse[1]], anchors_of(dense), 7)
+    expected = a.teacher.last_hidden_state[:, :3].log_softmax(-1) - 0.5  # type: ignore[union-attr]
+    torch.testing.assert_close(b.teacher.top_values, expected)
+    with pytest.raises(ValueError, match="one micro-batch takes one kind"):
+        make_micro_batch([dense[0], sparse[1]], anchors_of(dense), 7)
 
 
 def test_moving_a_batch_moves_every_tensor() -> None:
-    batch = pack(SAMPLES, anchors_of(SAMPLES), 7).to("meta")
-    assert batch.features.device.type == batch.teacher.states.device.type == "meta"  # type: ignore[union-attr]
+    batch = make_micro_batch(SAMPLES, anchors_of(SAMPLES), 7).to("meta")
+    assert batch.hidden_states.device.type == batch.teacher.last_hidden_state.device.type == "meta"  # type: ignore[union-attr]
     assert batch.teacher_index.device.type == "meta"
 
 
 def test_refusals() -> None:
     sample = make_sample(0, 20, [(4, 18)])
-    other_spans = Sample(**{**vars(sample), "spans": [(4, 20)]})
+    other_spans = StoredRow(**{**vars(sample), "spans": ((4, 20),)})
     with pytest.raises(ValueError, match=r"sample-0.*no teacher at positions \[17"):
-        pack([other_spans], [np.array([15])], 7)
+        make_micro_batch([other_spans], [np.array([15])], 7)
     with pytest.raises(ValueError, match="none of the samples has an anchor"):
-        pack([sample], [np.array([], dtype=np.int64)], 7)
-    wide = Sample(**{**vars(sample), "features": torch.zeros(20, 8)})
+        make_micro_batch([sample], [np.array([], dtype=np.int64)], 7)
+    wide = StoredRow(**{**vars(sample), "features": torch.zeros(20, 8)})
     with pytest.raises(ValueError, match=r"widths \[6, 8\]"):
-        pack([sample, wide], [np.array([5])] * 2, 7)
-    short = Sample(**{**vars(sample), "features": torch.zeros(19, 6)})
-    with pytest.raises(ValueError, match="20 tokens but features for 19"):
-        pack([short], [np.array([5])], 7)
+        make_micro_batch([sample, wide], [np.array([5])] * 2, 7)
+    short = StoredRow(**{**vars(sample), "features": torch.zeros(19, 6)})
+    with pytest.raises(ValueError, match="20 tokens but hidden states for 19"):
+        make_micro_batch([short], [np.array([5])], 7)
 
 
 @given(
@@ -161,7 +160,7 @@ def test_refusals() -> None:
 @settings(deadline=None)
 def test_plans_hold_each_sample_once_within_the_budget(sizes: list[tuple[int, int]], budget: int, ranks: int) -> None:
     lengths, counts = [size[0] for size in sizes], [size[1] for size in sizes]
-    packs = plan_packs(lengths, counts, block_size=7, budget=budget, ranks=ranks)
+    packs = plan_micro_batches(lengths, counts, block_size=7, max_tokens=budget, ranks=ranks)
     assert sorted(i for chosen in packs for i in chosen) == [i for i, count in enumerate(counts) if count]
     assert len(packs) % ranks == 0
     for chosen in packs:

@@ -2,11 +2,11 @@
 
 1. Read token counts and supervised spans from a run's conversations (`conversations/train.jsonl`).
 2. Draw anchors and label blocks for several global batches, as training does.
-3. Packed: blocks that exist, in packs of a budget. Padded: every sequence has `--anchors` blocks and the length of the
-   longest one of its micro-batch.
-4. Print the shares, the tokens computed, and how evenly the packs are filled.
+3. Packed: blocks that exist, in micro-batches of a budget. Padded: every sequence has `--anchors` blocks and the length
+   of the longest one of those padded together.
+4. Print the shares, the tokens computed, and how evenly the micro-batches are filled.
 
-    python benchmarks/packing.py runs/quickstart/conversations/train.jsonl [--anchors 48] [--block-size 7]
+    python benchmarks/micro_batches.py runs/quickstart/conversations/train.jsonl [--anchors 48] [--block-size 7]
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dspark.anchors import block_labels, draw_anchors, supervised_mask
-from dspark.packing import plan_packs, work_of
+from dspark.losses.anchors import draw_anchors, loss_mask_of
+from dspark.losses.micro_batch import block_labels, plan_micro_batches, work_of
 
 
 def read_rows(path: Path, max_length: int) -> list[tuple[str, int, int]]:
@@ -40,8 +40,8 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=7)
     parser.add_argument("--max-length", type=int, default=256)
     parser.add_argument("--batch", type=int, default=16, help="sequences of a global batch")
-    parser.add_argument("--micro-batch", type=int, default=4, help="sequences padded together")
-    parser.add_argument("--budget", type=int, default=4096, help="work of a pack")
+    parser.add_argument("--padded-together", type=int, default=4, help="sequences padded together")
+    parser.add_argument("--budget", type=int, default=4096, help="work of a micro-batch")
     parser.add_argument("--epochs", type=int, default=2)
     options = parser.parse_args()
     rows = read_rows(options.conversations, options.max_length)
@@ -49,40 +49,40 @@ def main() -> None:
         parser.error(f"{options.conversations} has no row with an answer; run the regenerate stage first")
 
     supervised = packed_slots = padded_slots = packed_work = padded_work = 0
-    fills, packs_made = [], 0
+    fills, groups_made = [], 0
     for epoch in range(options.epochs):
         order = np.random.default_rng(epoch).permutation(len(rows))
         for at in range(0, len(order), options.batch):
             batch = [rows[i] for i in order[at : at + options.batch]]
             lengths, counts = [], []
             for sample_id, length, first in batch:
-                mask = supervised_mask([(first, length)], length)
+                mask = loss_mask_of([(first, length)], length)
                 chosen = draw_anchors(mask, options.anchors, seed=0, epoch=epoch, sample_id=sample_id)
                 labels = block_labels(np.zeros(length, dtype=np.int64), mask, chosen, options.block_size)
-                supervised += int(labels.supervised.sum())
+                supervised += int(labels.loss_mask.sum())
                 lengths.append(int(chosen[-1]) + 1 if len(chosen) else 0)
                 counts.append(len(chosen))
-            packs = plan_packs(lengths, counts, block_size=options.block_size, budget=options.budget)
-            loads = [sum(work_of(lengths[i], counts[i], options.block_size) for i in pack) for pack in packs]
+            groups = plan_micro_batches(lengths, counts, block_size=options.block_size, max_tokens=options.budget)
+            loads = [sum(work_of(lengths[i], counts[i], options.block_size) for i in group) for group in groups]
             fills += [load / max(loads) for load in loads]
-            packs_made += len(packs)
+            groups_made += len(groups)
             packed_slots += sum(counts) * options.block_size
             packed_work += sum(loads)
             padded_slots += len(batch) * options.anchors * options.block_size
-            for start in range(0, len(batch), options.micro_batch):
-                part = [length for _, length, _ in batch[start : start + options.micro_batch]]
+            for start in range(0, len(batch), options.padded_together):
+                part = [length for _, length, _ in batch[start : start + options.padded_together]]
                 padded_work += work_of(max(part) * len(part), len(part) * options.anchors, options.block_size)
 
     answers = [length - first for _, length, first in rows]
     print(
         f"{len(rows)} sequences, answers of {min(answers)}-{max(answers)} tokens (median {np.median(answers):.0f}), "
-        f"at most {options.anchors} anchors, block size {options.block_size}, {packs_made} packs"
+        f"at most {options.anchors} anchors, block size {options.block_size}, {groups_made} micro-batches"
     )
     print("| way | slots computed | supervised share | context tokens + slots |")
     print("| --- | --- | --- | --- |")
     print(f"| packed | {packed_slots} | {supervised / packed_slots:.1%} | {packed_work} |")
     print(f"| padded with dummy anchors | {padded_slots} | {supervised / padded_slots:.1%} | {padded_work} |")
-    print(f"A pack's work is on average {np.mean(fills):.1%} of the largest in its global batch.")
+    print(f"A micro-batch's work is on average {np.mean(fills):.1%} of the largest in its global batch.")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark.anchors import anchors_weight, block_labels, draw_anchors, eligible_anchors, supervised_mask
+from dspark.losses.anchors import anchors_weight, draw_anchors, eligible_anchors, loss_mask_of
+from dspark.losses.micro_batch import block_labels
 
 masks = st.lists(st.booleans(), min_size=1, max_size=60).map(lambda bits: np.array(bits, dtype=bool))
 
@@ -49,7 +50,7 @@ def test_the_draw_restated_in_plain_integers() -> None:
 
 
 def test_draws_are_uniform_and_change_with_every_key() -> None:
-    mask = supervised_mask([(10, 30), (40, 61)], 70)
+    mask = loss_mask_of([(10, 30), (40, 61)], 70)
     eligible = eligible_anchors(mask)
     draws = [draw_anchors(mask, 8, seed=0, epoch=e, sample_id=str(s)) for e in range(50) for s in range(100)]
     counts = np.bincount(np.concatenate(draws), minlength=70)[eligible]
@@ -74,12 +75,12 @@ def test_block_labels_restated(mask: np.ndarray, block_size: int, data: st.DataO
         for k in range(block_size):
             label = anchor + k + 1
             alive = alive and label < length and bool(mask[label])
-            assert labels.supervised[row, k] == alive
+            assert labels.loss_mask[row, k] == alive
             assert labels.previous_ids[row, k] == (ids[anchor + k] if anchor + k < length else 0)
             if alive:
-                assert labels.label_ids[row, k] == ids[label]
+                assert labels.labels[row, k] == ids[label]
                 assert labels.teacher_positions[row, k] == label - 1
-    expected = sum(math.exp(-k / 4) for row in labels.supervised for k, on in enumerate(row) if on)
+    expected = sum(math.exp(-k / 4) for row in labels.loss_mask for k, on in enumerate(row) if on)
     assert anchors_weight(mask, anchors, block_size, 4.0) == pytest.approx(expected, rel=1e-12)
 
 
@@ -92,6 +93,6 @@ def test_refusals_name_value_range_and_option() -> None:
     with pytest.raises(ValueError, match=r"anchor_rule is 'all'.*any_prefix"):
         eligible_anchors(mask, rule="all")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"span \(3, 12\).*8 tokens"):
-        supervised_mask([(3, 12)], 8)
+        loss_mask_of([(3, 12)], 8)
     with pytest.raises(ValueError, match=r"anchors span 9\.\.9"):
         block_labels(np.arange(8), mask, np.array([9]), 4)

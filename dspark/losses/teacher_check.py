@@ -1,9 +1,9 @@
-"""Whether a packed batch's teacher speaks of the tokens beside it, and what a drafter that reads nothing would reach.
+"""Whether a micro-batch's teacher speaks of the tokens beside it, and what a drafter that reads nothing would reach.
 
 Shapes: M slots, P teacher positions, V vocabulary.
 
-A slot at anchor + k learns from the target's last state there, which predicts the token at anchor + k + 1. States of
-another position, another text or another target give other tokens more than that one.
+A slot at anchor + k learns from the target's last hidden state there, which predicts the token at anchor + k + 1.
+States of another position, another text or another target give other tokens more than that one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dspark.output_head import OutputHead, add_offsets_, teacher_logits
-from dspark.packing import DenseTeacher, PackedBatch
+from dspark.losses.micro_batch import MicroBatch, Teacher
+from dspark.losses.output_head import OutputHead, full_logits
 
 if TYPE_CHECKING:
     from dspark.target import Target
@@ -48,12 +48,12 @@ class Agreement:
     over_other: Lead
 
 
-def teacher_agreement(batch: PackedBatch, head: OutputHead, *, slots: int = 512) -> Agreement | None:
+def teacher_agreement(batch: MicroBatch, head: OutputHead, *, slots: int = 512) -> Agreement | None:
     """Measured on at most so many slots; None where blocks are too short, or there are fewer than two slots."""
     if batch.block_size < 2:
         return None
     # Slots whose next one is supervised too, so that the token after theirs is known.
-    chosen = batch.supervised[:, 1:].nonzero()[:slots]  # [M, 2]
+    chosen = batch.loss_mask[:, 1:].nonzero()[:slots]  # [M, 2]
     if len(chosen) < 2:
         return None
     block, slot = chosen.unbind(1)
@@ -62,39 +62,39 @@ def teacher_agreement(batch: PackedBatch, head: OutputHead, *, slots: int = 512)
     def at(tokens: Tensor) -> Tensor:
         return log_probs.gather(1, tokens[:, None])[:, 0].double()
 
-    labels = batch.label_ids[block, slot]
+    labels = batch.labels[block, slot]
     right = at(labels)
     others = {
         "over_previous": batch.previous_ids[block, slot],
-        "over_next": batch.label_ids[block, slot + 1],
+        "over_next": batch.labels[block, slot + 1],
         "over_other": labels.roll(len(labels) // 2),
     }
     return Agreement(**{name: _lead(right - at(tokens)) for name, tokens in others.items()})
 
 
 @torch.no_grad()
-def with_own_teacher(batch: PackedBatch, target: Target) -> PackedBatch:
+def with_own_teacher(batch: MicroBatch, target: Target) -> MicroBatch:
     """The batch with what the target itself thinks at the anchors, for slot 0 of each block alone."""
     bounds = batch.sequence_starts.tolist()
     ids = batch.input_ids.to(target.device)
     last = torch.cat([target.capture(ids[start:end][None]).last[0] for start, end in pairwise(bounds)])
     blocks = torch.arange(batch.num_blocks, device=batch.input_ids.device)
-    supervised = batch.supervised.clone()
-    supervised[:, 2:] = False  # slot 1's label is the token after slot 0's
+    loss_mask = batch.loss_mask.clone()
+    loss_mask[:, 2:] = False  # slot 1's label is the token after slot 0's
     return replace(
         batch,
-        teacher=DenseTeacher(states=last.to(batch.input_ids.device)[batch.block_anchor]),
+        teacher=Teacher(last_hidden_state=last.to(batch.input_ids.device)[batch.block_anchor]),
         teacher_index=blocks[:, None].expand_as(batch.teacher_index),
-        supervised=supervised,
+        loss_mask=loss_mask,
     )
 
 
-def constant_acceptance(batch: PackedBatch, head: OutputHead, *, slots: int = 512) -> float:
+def constant_acceptance(batch: MicroBatch, head: OutputHead, *, slots: int = 512) -> float:
     """Acceptance rate at slot 0 of a frozen head that reads nothing: everywhere the teacher's mean distribution.
 
     A drafter that has learnt anything of its context is accepted more often. On the drafter's vocabulary.
     """
-    chosen = batch.supervised[:, 0].nonzero()[:slots, 0]
+    chosen = batch.loss_mask[:, 0].nonzero()[:slots, 0]
     probs = _log_probs(batch, head, batch.teacher_index[chosen, 0]).exp()
     if head.draft_token_ids is not None:
         probs = probs[:, head.draft_token_ids]
@@ -102,17 +102,16 @@ def constant_acceptance(batch: PackedBatch, head: OutputHead, *, slots: int = 51
     return float(torch.minimum(probs, mean / mean.sum().clamp(min=1e-30)).sum(-1).mean())
 
 
-def _log_probs(batch: PackedBatch, head: OutputHead, rows: Tensor) -> Tensor:
+def _log_probs(batch: MicroBatch, head: OutputHead, rows: Tensor) -> Tensor:
     """The teacher's log-probabilities [M, V]; a sparse teacher's tail is spread evenly."""
     teacher, size = batch.teacher.rows(rows), len(head.weight)
-    if isinstance(teacher, DenseTeacher):
-        logits = teacher_logits(teacher.states, head.weight, head.soft_cap, head.buffer(len(rows), size))
-        if teacher.offsets is not None:
-            add_offsets_(logits, teacher.offsets)
-        return logits.log_softmax(-1)
-    rest = max(1, size - teacher.token_ids.shape[1])
+    if teacher.tail_mass is None:
+        return full_logits(teacher, head, slice(None), head.buffer(len(rows), size)).log_softmax(-1)
+    assert teacher.top_ids is not None
+    assert teacher.top_values is not None
+    rest = max(1, size - teacher.top_ids.shape[1])
     result = (teacher.tail_mass.float().clamp(min=1e-30) / rest).log()[:, None].repeat(1, size)
-    return result.scatter_(1, teacher.token_ids, teacher.log_probs.to(result.dtype))
+    return result.scatter_(1, teacher.top_ids, teacher.top_values.to(result.dtype))
 
 
 def _lead(differences: Tensor) -> Lead:

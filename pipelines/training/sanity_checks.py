@@ -1,4 +1,4 @@
-"""Early signs that a training cannot work, before it has cost anything.
+"""Signs that a training cannot work, before it has cost anything.
 
 1. Nothing, or hardly anything, is supervised.
 2. The cache's teacher and its tokens do not belong together.
@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dspark.anchors import eligible_anchors, supervised_mask
-from dspark.teacher_check import Agreement, constant_acceptance, teacher_agreement
+from dspark.losses.anchors import eligible_anchors, loss_mask_of
+from dspark.losses.teacher_check import Agreement, constant_acceptance, teacher_agreement
 
 if TYPE_CHECKING:
-    from dspark.output_head import OutputHead
-    from dspark.packing import PackedBatch
-    from pipelines.training.batches import StepPlan
+    from dspark.losses.micro_batch import MicroBatch
+    from dspark.losses.output_head import OutputHead
+    from pipelines.training.loader import StepPlan
 
 FEWEST_USABLE = 0.5  # share of conversations with an anchor below which something is wrong with the masks
 FIRST_STEPS = 50  # after which a drafter has learnt more than a constant
@@ -27,27 +27,27 @@ FIRST_STEPS = 50  # after which a drafter has learnt more than a constant
 
 def check_masks(plan: StepPlan) -> list[str]:
     """Warnings. ValueError if no block can start anywhere."""
-    index = plan.index
+    rows = plan.rows
     usable = sum(
-        len(eligible_anchors(supervised_mask(spans, length), rule=plan.anchor_rule, first=plan.first_anchor)) > 0  # type: ignore[arg-type]
-        for spans, length in zip(index.spans, index.lengths, strict=True)
+        len(eligible_anchors(loss_mask_of(spans, length), rule=plan.anchor_rule, first=plan.first_anchor)) > 0
+        for spans, length in zip(rows.spans, rows.lengths, strict=True)
     )
     if not usable:
         raise ValueError(
-            f"none of the {len(index)} conversations has a position where a block may start: nothing is supervised. "
+            f"none of the {len(rows)} conversations has a position where a block may start: nothing is supervised. "
             "Look at their masks with `dspark cache sample`; a chat template without generation marks, or "
             "cache.max_length shorter than the prompts, leaves all answers out"
         )
-    if usable < FEWEST_USABLE * len(index):
+    if usable < FEWEST_USABLE * len(rows):
         return [
-            f"only {usable} of {len(index)} conversations have a position where a block may start; the others are "
+            f"only {usable} of {len(rows)} conversations have a position where a block may start; the others are "
             "never trained on: look at their masks with `dspark cache sample`"
         ]
     return []
 
 
 def check_teacher(
-    batch: PackedBatch, head: OutputHead, targets_own: Callable[[PackedBatch], PackedBatch] | None = None
+    batch: MicroBatch, head: OutputHead, targets_own: Callable[[MicroBatch], MicroBatch] | None = None
 ) -> list[str]:
     """Warnings. ValueError if the teacher speaks of other tokens than those it stands beside.
 
@@ -87,15 +87,15 @@ def _fault(found: Agreement) -> tuple[str, str] | None:
     return None
 
 
-class EarlySigns:
+class SanityChecks:
     """Looks for all of them, from one rank, before step `first` and at the lines of the log, `first_line` the first."""
 
     def __init__(
         self,
         plan: StepPlan,
-        batch: PackedBatch,
+        batch: MicroBatch,
         head: OutputHead,
-        targets_own: Callable[[PackedBatch], PackedBatch] | None = None,
+        targets_own: Callable[[MicroBatch], MicroBatch] | None = None,
         *,
         warmup_steps: int,
         first: int,
