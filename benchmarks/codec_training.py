@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from codec_experiment import ARMS, Arm, Experiment, directions
 
-from pipelines.plan import spread
+from pipelines.data.conversations import evenly_spaced
 from pipelines.settings import Settings, load_settings
 
 
@@ -78,7 +78,7 @@ def main() -> None:
     torch.set_num_threads(settings.cluster.threads_per_worker or settings.cluster.cpus_per_worker)
     experiment = Experiment(settings, options.work)
     results = Results(options.work / "results.json")
-    every = spread(range(len(experiment.exact)), options.rows or len(experiment.exact))
+    every = evenly_spaced(range(len(experiment.exact)), options.rows or len(experiment.exact))
     tenth = every[::10]
     experiment.held_out()
     pilot = options.work / "pilot"

@@ -11,7 +11,7 @@ from pipelines.data.chat import render_prompt, thinks
 from pipelines.drafter_folder import published_config, remade
 from pipelines.errors import UserError
 from pipelines.evaluation.samples import Decode, piece
-from pipelines.run import Run
+from pipelines.runs.run import Run
 from pipelines.settings import Settings
 
 if TYPE_CHECKING:

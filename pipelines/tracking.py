@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
-    from pipelines.run import Run
+    from pipelines.runs.run import Run
     from pipelines.settings import Settings
 
 WandbMode = Literal["offline", "online", "disabled"]

@@ -366,6 +366,13 @@ def open_hub_dataset(
     return ((f"{name}[{index}]", dict(row)) for index, row in enumerate(table)), revision
 
 
+def evenly_spaced(items: Sequence[Any], count: int) -> list[Any]:
+    """At most `count` of the items, evenly spread over them, in their order."""
+    if len(items) <= count:
+        return list(items)
+    return [items[index * len(items) // count] for index in range(count)]
+
+
 def file_sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

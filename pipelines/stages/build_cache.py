@@ -18,8 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipelines.data.chat import generated_sample
+from pipelines.data.conversations import evenly_spaced
 from pipelines.errors import UserError
-from pipelines.plan import spread
 from pipelines.plugins import plugin_identity
 from pipelines.settings import Settings
 from pipelines.stages.capture import CaptureUnit, CaptureWorker, Conversation, FitUnit
@@ -32,7 +32,7 @@ from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
     from pipelines.progress import Reporter
-    from pipelines.run import Run
+    from pipelines.runs.run import Run
     from storage.codecs.base import Codec
 
 # Tokens whose states codecs are fitted on: statistics over all captured channels want several for each of them.
@@ -155,7 +155,7 @@ def build(
     `pilot`: the output of the pilot stage, for a projected codec.
     """
     make_worker = partial(CaptureWorker, settings, facts, root)
-    chosen = {row.sample_id for row in spread(rows, settings.cache.audit_rows)}
+    chosen = {row.sample_id for row in evenly_spaced(rows, settings.cache.audit_rows)}
     audited: dict[str, float] = {}
     committed = _create(settings, make_worker, plan, rows, root, pilot)
     todo = []
@@ -248,7 +248,7 @@ def _create(
     fitted = {plan.features.name, plan.teacher.name} - {"bf16", "bf16-planes"}
     if fitted and not Folder(root).exists("manifest.json"):
         tokens = max(MIN_FIT_TOKENS, FIT_TOKENS_A_CHANNEL * plan.num_layers * plan.hidden_size)
-        sample = spread(rows, max(8, tokens * len(rows) // plan.tokens))
+        sample = evenly_spaced(rows, max(8, tokens * len(rows) // plan.tokens))
         unit = FitUnit(rows=tuple(sample), plan=plan, directions=pilot, temperature=settings.cache.temperature)
         on_pool(
             settings,

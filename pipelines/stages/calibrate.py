@@ -21,7 +21,7 @@ from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
     from pipelines.progress import Reporter
-    from pipelines.run import Run
+    from pipelines.runs.run import Run
 
 TEMPERATURES = "temperatures.json"
 GRID = (0.1, 10.0, 161)  # temperatures that are tried: lowest, highest, how many

@@ -19,15 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.registry import algorithms
+from pipelines.data.conversations import evenly_spaced
 from pipelines.drafter_folder import remade
 from pipelines.errors import UserError
-from pipelines.plan import spread
 from pipelines.settings import Settings, settings_from_dict
 from pipelines.stages.build_cache import build, count_directions, plan_cache
 from pipelines.stages.capture import DIRECTIONS, CaptureWorker, Conversation
 from pipelines.stages.train import count_steps, drafter_fields, require_shared_folder, train_on
 from pipelines.stages.workers import on_pool, session
 from pipelines.target_facts import examine_target
+from pipelines.training.task import drafter_config
 from storage.cache.target_cache import CodecSpec, TargetCache, is_finished
 from storage.files.filesystems import Folder
 from storage.order import steps_per_epoch
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
     from pipelines.progress import Reporter
-    from pipelines.run import Run
+    from pipelines.runs.run import Run
 
 FINDINGS = "findings.json"
 EXACT = {part: CodecSpec(name="bf16") for part in ("features", "teacher")}
@@ -99,9 +100,11 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
 
 
 def check(settings: Settings) -> None:
-    """Raises UserError for a place where a pilot cannot be trained."""
+    """Raises UserError for a place where a pilot cannot be trained, and for one that the target cannot have."""
     if settings.cache.trains_pilot:
         require_shared_folder(settings)
+    for algorithm in algorithms_of(settings):
+        drafter_config(pilot_settings(settings, algorithm), examine_target(settings))
 
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
@@ -129,7 +132,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
                     train_on(of, facts, cache, output, reporter, name=f"{algorithm} pilot")
                 lengths[algorithm] = read_log(output / LOG)[-1].get("tau_probabilistic")
         unseen = [row for row in every if row.sample_id not in seen] or list(sample)
-        judged = spread(unseen, max(2, JUDGED_TOKENS * len(unseen) // sum(len(row.input_ids) for row in unseen)))
+        judged = evenly_spaced(unseen, max(2, JUDGED_TOKENS * len(unseen) // sum(len(row.input_ids) for row in unseen)))
         found: dict[str, Any] = {}
         on_pool(
             settings,
@@ -157,7 +160,7 @@ def pilot_sample(settings: Settings, rows: Sequence[Conversation]) -> list[Conve
     wanted = settings.pilot
     tokens = sum(len(row.input_ids) for row in rows)
     count = max(wanted.min_conversations, round(wanted.share * len(rows)))
-    sample = spread(rows, max(1, min(count, len(rows), round(len(rows) * wanted.max_tokens / tokens))))
+    sample = evenly_spaced(rows, max(1, min(count, len(rows), round(len(rows) * wanted.max_tokens / tokens))))
     if algorithms_of(settings) and len(sample) < 2:
         raise UserError(
             f"a pilot takes two conversations at least, and there is {len(sample)} (of {len(rows)}; pilot.max_tokens="

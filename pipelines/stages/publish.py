@@ -21,7 +21,7 @@ from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
     from pipelines.progress import Reporter
-    from pipelines.run import Run
+    from pipelines.runs.run import Run
 
 
 def identity(settings: Settings, run: Run) -> dict[str, Any]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from pipelines.progress import Reporter
-    from pipelines.run import Run
+    from pipelines.runs.run import Run
 
 TRAIN, MANIFEST, ANSWERS = "train.jsonl", "manifest.json", "answers"
 TOOLS_NOT_SHOWN = "with tools that the chat template does not show"

@@ -111,7 +111,7 @@ class CostWorker:
         from dspark.decoding.proposers import proposer_for
         from dspark.decoding.sampling import SamplingConfig
         from dspark.decoding.step_timing import measure_step_costs
-        from pipelines.provenance import hardware
+        from pipelines.runs.provenance import hardware
 
         wanted = self.plan.settings.evaluate.cost
         costs = measure_step_costs(

@@ -29,7 +29,7 @@ from pipelines.target_facts import TargetFacts, examine_target
 
 if TYPE_CHECKING:
     from pipelines.progress import Reporter, Task
-    from pipelines.run import Run
+    from pipelines.runs.run import Run
     from pipelines.tracking import Tracker
 
 

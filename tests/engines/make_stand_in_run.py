@@ -20,7 +20,7 @@ from dspark.decoding.target import Target
 from dspark.models.checkpoint import save_drafter
 from dspark.models.dspark import DSpark
 from pipelines.evaluation.round_log import EventLog, Labels
-from pipelines.run import Run
+from pipelines.runs.run import Run
 from pipelines.settings import load_settings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from dspark.manifest import damaged_files
 from dspark.models.checkpoint import load_drafter
 from pipelines.errors import UserError
 from pipelines.progress import Reporter
-from pipelines.run import run_stages
+from pipelines.runs.executor import run_stages
 from pipelines.settings import Settings, load_settings
 from pipelines.stages.workers import session
 

@@ -6,7 +6,7 @@ import pytest
 from whole_run import write_config
 
 from pipelines.progress import Reporter
-from pipelines.run import run_stages
+from pipelines.runs.executor import run_stages
 from pipelines.settings import load_settings
 
 

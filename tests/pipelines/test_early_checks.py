@@ -13,9 +13,9 @@ from whole_run import write_config
 from dspark.decoding.target import Target, TargetError
 from dspark.decoding.target_checks import require_decoder
 from pipelines.errors import UserError
-from pipelines.preflight import require_room
 from pipelines.progress import Reporter
-from pipelines.run import run_stages
+from pipelines.runs.executor import run_stages
+from pipelines.runs.preflight import require_room
 from pipelines.settings import Settings, load_settings, settings_from_dict
 from pipelines.stages.train import check as check_training
 from pipelines.target_facts import TargetFacts, examine_target

@@ -13,7 +13,7 @@ from whole_run import write_config
 from dspark.manifest import damaged_files
 from dspark.models.checkpoint import load_drafter
 from pipelines.progress import Reporter
-from pipelines.run import run_stages
+from pipelines.runs.executor import run_stages
 from pipelines.settings import load_settings
 from pipelines.stages.workers import session
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from pipelines.data.conversations import read_prompts
 from pipelines.errors import UserError
 from pipelines.json_files import parse_json, read_jsonl, write_jsonl
-from pipelines.run import open_run
-from pipelines.run_directory import RunDirectory
+from pipelines.runs.directory import RunDirectory
+from pipelines.runs.run import open_run
 from pipelines.settings.schema import PromptSource
 from pipelines.stages.regenerate import read_conversations
 from storage.files.filesystems import Folder

@@ -15,7 +15,8 @@ from whole_run import dspark, write_config
 
 from pipelines.errors import UserError
 from pipelines.progress import Reporter
-from pipelines.run import Run, run_stages
+from pipelines.runs.executor import run_stages
+from pipelines.runs.run import Run
 from pipelines.settings import Settings, load_settings
 from pipelines.stages.capture import Conversation
 from pipelines.stages.pilot import pilot_sample, pilot_settings

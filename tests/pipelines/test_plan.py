@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from pipelines.plan import PLANNED, make_plan, plan_text, spread
+from pipelines.data.conversations import evenly_spaced
 from pipelines.progress import Reporter
-from pipelines.run import Run
+from pipelines.runs.plan import PLANNED, make_plan, plan_text
+from pipelines.runs.run import Run
 from pipelines.settings import Settings, settings_from_dict
 from pipelines.settings.schema import HiddenStatesCodec, TeacherCodec
 from storage.codecs.registry import codec_names
@@ -65,8 +66,8 @@ def test_recorded_conversations_are_counted_exactly(tmp_path: Path, toy_folder: 
 
 
 def test_spread_takes_from_everywhere() -> None:
-    assert spread(list(range(10)), 5) == [0, 2, 4, 6, 8]
-    assert spread([1, 2], 5) == [1, 2]
+    assert evenly_spaced(list(range(10)), 5) == [0, 2, 4, 6, 8]
+    assert evenly_spaced([1, 2], 5) == [1, 2]
 
 
 @pytest.mark.parametrize("teacher", ["auto", "recomputed"])

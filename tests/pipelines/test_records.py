@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dspark.calibration import slot_calibration
 from pipelines.errors import UserError
 from pipelines.records import DecodedUnit, Timings, read_record
-from pipelines.run_directory import RunDirectory
+from pipelines.runs.directory import RunDirectory
 from pipelines.stages.calibrate import read_calibration
 from pipelines.stages.step_costs import read_step_costs, table_identity
 from storage.files.filesystems import Folder

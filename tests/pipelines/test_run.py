@@ -13,8 +13,10 @@ import pytest
 
 from pipelines.errors import UserError
 from pipelines.progress import Reporter
-from pipelines.run import Run, Stage, open_run, run_stages, settings_of
-from pipelines.run_directory import RunDirectory
+from pipelines.runs.directory import RunDirectory
+from pipelines.runs.executor import run_stages
+from pipelines.runs.graph import Stage
+from pipelines.runs.run import Run, open_run, settings_of
 from pipelines.settings import Settings, settings_from_dict
 from storage.files.filesystems import temporary_name
 
@@ -198,7 +200,7 @@ def test_run_json_has_settings_states_and_invocations(tmp_path: Path) -> None:
 
 HOLDER = (
     "import sys, time\n"
-    "from pipelines.run_directory import RunDirectory\n"
+    "from pipelines.runs.directory import RunDirectory\n"
     "with RunDirectory(sys.argv[1]).lock():\n"
     "    print('held', flush=True)\n"
     "    time.sleep(60)\n"

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.cli_cluster import _address
+from pipelines.cli.cluster import _address
 from pipelines.errors import UserError, cannot_write, for_the_user
-from pipelines.run import open_run
-from pipelines.run_directory import RunDirectory
+from pipelines.runs.directory import RunDirectory
+from pipelines.runs.run import open_run
 from pipelines.settings import Settings, settings_from_dict
 from pipelines.stages.workers import on_pool, session
 from pipelines.target_facts import examine_target

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from dspark.decoding.target import open_tokenizer
 from pipelines.data.chat import render_prompt, thinks
 from pipelines.evaluation.round_log import read_completions, read_events
-from pipelines.run import open_run
+from pipelines.runs.run import open_run
 from pipelines.settings import Settings
 from pipelines.stages.decode_events import DSPARK, PLAIN, read_split
 from pipelines.target_facts import examine_target

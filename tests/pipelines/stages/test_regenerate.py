@@ -16,7 +16,7 @@ from pipelines.data.conversations import BAD_ROW, NO_QUESTION, Prompt, PromptSet
 from pipelines.errors import UserError
 from pipelines.progress import Reporter
 from pipelines.reporting.report import conversation_summary
-from pipelines.run import Run
+from pipelines.runs.run import Run
 from pipelines.settings import Settings, load_settings
 from pipelines.stages import regenerate
 from pipelines.stages.regenerate import (

@@ -1,4 +1,4 @@
-"""The stage graph: what a run is made of, what is done already, and what has to be done.
+"""A run directory seen through its settings: what is done already, and what has to be done.
 
 A stage's identity is a hash over everything that its output depends on, the identities of its inputs included. It is
 recorded in `stages/NAME.json`, beside the output. For each stage, in order:
@@ -13,121 +13,24 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from datetime import datetime
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from dspark.manifest import MANIFEST, CheckpointError, require_intact
 from pipelines.drafter_folder import remade
 from pipelines.errors import UserError
-from pipelines.preflight import check_start, require_room, stages_left
-from pipelines.run_directory import RunDirectory
-from pipelines.tracking import Tracker, plan_tracking
+from pipelines.runs.directory import RunDirectory
+from pipelines.runs.graph import Stage, stages_of
 from storage.identity import differences, identity_of, plain
 
 if TYPE_CHECKING:
-    from pipelines.progress import Reporter
     from pipelines.settings import Settings
-
-
-class StageModule(Protocol):
-    """What a module in `pipelines/stages/` offers."""
-
-    def identity(self, settings: Settings, run: Run) -> dict[str, Any]:
-        """JSON-like fields that the output's content depends on, its inputs' identities apart."""
-
-    def execute(self, settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any] | None:
-        """Make the output, going on with what is there; returns figures to keep in the stage's record."""
-
-    # A module may also have `check(settings)`, which raises before anything starts what could not work later.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """One step of the pipeline; `inputs` are the stages whose outputs it reads."""
-
-    name: str
-    module: str
-    output: str
-    inputs: tuple[str, ...] = ()
-    on_ray: bool = False
-    drafter: str | None = None  # the folder in the run, with a manifest, that holds the drafter which the stage makes
-
-    def load(self) -> StageModule:
-        return cast(StageModule, import_module(self.module))
+    from pipelines.tracking import Tracker
 
 
 RECORD_KEYS = {"stage": str, "identity": str, "complete": bool, "seconds": float, "result": dict, "fields": dict}
 SUMMARY_KEYS = {"uid": str, "settings": dict, "stages": dict, "invocations": list}  # of run.json
-STAGES = {
-    stage.name: stage
-    for stage in (
-        Stage(name="regenerate", module="pipelines.stages.regenerate", output="conversations", on_ray=True),
-        Stage(name="cache", module="pipelines.stages.build_cache", output="cache", inputs=("regenerate",), on_ray=True),
-        Stage(
-            name="train",
-            module="pipelines.stages.train",
-            output="checkpoints",
-            inputs=("cache",),
-            on_ray=True,
-            drafter="checkpoints/final",
-        ),
-        Stage(
-            name="calibrate",
-            module="pipelines.stages.calibrate",
-            output="calibration",
-            inputs=("train",),
-            on_ray=True,
-        ),
-        Stage(
-            name="evaluate",
-            module="pipelines.stages.evaluate",
-            output="evaluation",
-            inputs=("train", "calibrate"),
-            on_ray=True,
-        ),
-        Stage(
-            name="report",
-            module="pipelines.stages.report",
-            output="report",
-            inputs=("regenerate", "cache", "train", "calibrate", "evaluate"),
-        ),
-        Stage(
-            name="publish",
-            module="pipelines.stages.publish",
-            output="published",
-            drafter="published",
-            inputs=("train", "calibrate", "evaluate", "report"),
-        ),
-    )
-}
-
-
-PILOT = Stage(name="pilot", module="pipelines.stages.pilot", output="pilot", inputs=("regenerate",), on_ray=True)
-
-
-def stages_of(settings: Settings) -> dict[str, Stage]:
-    """The stages of a run with these settings: with a pilot before the cache where the cache asks for one."""
-    if not settings.cache.needs_pilot:
-        return STAGES
-    cache = STAGES["cache"]
-    changed = {"pilot": PILOT, "cache": replace(cache, inputs=(*cache.inputs, "pilot"))}
-    return {"regenerate": STAGES["regenerate"], **changed, **{k: v for k, v in STAGES.items() if k not in changed}}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What became of one stage: `done`, or `skipped` because it was complete."""
-
-    stage: str
-    state: str
-    identity: str
-    seconds: float
-    output: str
-    result: dict[str, Any]
 
 
 class Run:
@@ -334,78 +237,6 @@ def _record_name(stage: str) -> str:
 
 def _kept_name(stage: str, identity: str) -> str:
     return f"replaced/{stage}-{identity[:8]}"
-
-
-def run_stages(
-    settings: Settings,
-    reporter: Reporter,
-    *,
-    only: Sequence[str] | None = None,
-    redo: bool = False,
-    stages: dict[str, Stage] | None = None,
-    provenance: dict[str, Any] | None = None,
-) -> list[Outcome]:
-    """Do the stages (all of them, or `only` these, whose inputs must then be complete) that are not done yet.
-
-    Raises UserError when another process holds the run, or an output was made with other settings and `redo` is off.
-    """
-    run = Run(settings, stages=stages)
-    wanted = [name for name in run.stages if only is None or name in only]
-    outcomes = []
-    known = run.directory.exists("run.lock")
-    if not known:
-        check_start(run, wanted, redo=redo)  # before the lock: what is refused here leaves no folder behind
-    with run.directory.lock(), ExitStack() as shared:
-        if known:
-            check_start(run, wanted, redo=redo)
-        run.write_summary(provenance)
-        for name in wanted:
-            for needed in run.stages[name].inputs:
-                run.require(needed, needed_by=name)
-            left = stages_left(run, wanted[wanted.index(name) :])
-            outcomes.append(_do(run, name, left, reporter, shared, redo=redo))
-            run.write_summary()
-        run.directory.remove_leftovers()
-    return outcomes
-
-
-def _do(run: Run, name: str, left: Sequence[str], reporter: Reporter, shared: ExitStack, *, redo: bool) -> Outcome:
-    started = time.monotonic()
-    has_work = run.prepare(name, redo=redo)
-    if has_work:
-        if run.stages[name].on_ray:
-            # One Ray session for all the stages that are left: each stage's own then joins it.
-            from pipelines.stages.workers import session
-
-            shared.enter_context(session(run.settings, run.directory.location()))
-            require_room(run.settings, left)
-        with reporter.stage(name), Tracker(plan_tracking(run.settings, run, name), reporter.say) as run.tracker:
-            result = run.stages[name].load().execute(run.settings, run, reporter) or {}
-            assert run.tracker is not None
-            run.tracker.summary(_numbers(result))
-        run.tracker = None
-        run.finish(name, seconds=time.monotonic() - started, result=result)
-    else:
-        reporter.say(f"{name}: done already, in {run.location(name)}")
-    return Outcome(
-        stage=name,
-        state="done" if has_work else "skipped",
-        identity=run.identity(name),
-        seconds=round(time.monotonic() - started, 3) if has_work else 0.0,
-        output=run.location(name),
-        result=run.result(name),
-    )
-
-
-def _numbers(result: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a stage's result, nested names joined."""
-    found: dict[str, float] = {}
-    for key, value in result.items():
-        if isinstance(value, Mapping):
-            found |= {f"{key}/{inner}": number for inner, number in _numbers(value).items()}
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            found[key] = value
-    return found
 
 
 def open_run(directory: str, overrides: Sequence[str] = ()) -> Run:

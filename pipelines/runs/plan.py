@@ -19,10 +19,10 @@ from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
 from pipelines.data.chat import generated_sample, make_request, render_turn, thinks
-from pipelines.data.conversations import Prompt
+from pipelines.data.conversations import Prompt, evenly_spaced
 from pipelines.errors import UserError
 from pipelines.progress import Reporter, byte_size, duration
-from pipelines.run import Run
+from pipelines.runs.run import Run
 from pipelines.settings import Settings
 from pipelines.stages.train import count_steps
 
@@ -66,13 +66,13 @@ def make_plan(settings: Settings, reporter: Reporter, *, rows: int) -> dict[str,
     recorded = _recorded(settings)
     decode_speed = None
     if recorded is None:
-        sample = spread(prompts, rows)
+        sample = evenly_spaced(prompts, rows)
         answers, decode_speed = _answers(settings, target, sample, facts, reporter)
         lengths, exact = [len(answer.ids) for answer in answers], False
         total_tokens = round(mean(lengths) * len(prompts))
     else:
         lengths, exact = [len(answer.ids) for answer in recorded], True
-        total_tokens, answers = sum(lengths), spread(recorded, rows)
+        total_tokens, answers = sum(lengths), evenly_spaced(recorded, rows)
     if len(answers) < 2:
         raise UserError("a plan is measured on two answers at least; give data.train more prompts")
     cache_rows, capture_speed = _capture(settings, target, answers, reporter)
@@ -105,13 +105,6 @@ def make_plan(settings: Settings, reporter: Reporter, *, rows: int) -> dict[str,
         else round(_answer_tokens(answers, prompts) / decode_speed, 1),
         "capture_seconds": round(total_tokens / capture_speed, 1),
     }
-
-
-def spread(items: Sequence[Any], count: int) -> list[Any]:
-    """At most `count` of the items, evenly spread over them, in their order."""
-    if len(items) <= count:
-        return list(items)
-    return [items[index * len(items) // count] for index in range(count)]
 
 
 def _recorded(settings: Settings) -> list[Answer] | None:

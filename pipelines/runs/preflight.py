@@ -14,7 +14,7 @@ from pipelines.errors import UserError
 from pipelines.submission import require_variables
 
 if TYPE_CHECKING:
-    from pipelines.run import Run
+    from pipelines.runs.run import Run
     from pipelines.settings import Settings
     from pipelines.target_facts import TargetFacts
 
@@ -58,11 +58,6 @@ def check_workers(settings: Settings, stages: Sequence[str]) -> None:
 
     facts = examine_target(settings)
     drafter_config(settings, facts)
-    if "pilot" in stages:
-        from pipelines.stages.pilot import algorithms_of, pilot_settings
-
-        for algorithm in algorithms_of(settings):
-            drafter_config(pilot_settings(settings, algorithm), facts)
     own = _starts_a_cluster(settings)
     # The driver of a cluster need not have what its workers have.
     if own or not settings.target.attn_implementation.startswith("flash"):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelines.cli_tools import Commands, JsonOption, print_values
+from pipelines.cli.tools import Commands, JsonOption, print_values
 from pipelines.errors import UserError
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The `dspark` command. It imports nothing heavy until a command needs it; a user's mistake exits with code 2.
 
 `dspark run CONFIG` does every stage that is not done yet. Each stage, the tools on caches, and the cluster have their
-own commands (`cli_cache`, `cli_tools`, `cli_cluster`).
+own commands (`cache`, `tools`, `cluster`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer._click.exceptions import ClickException  # typer has no public name for it
 
-from pipelines import cli_cache, cli_cluster, cli_tools
-from pipelines.cli_tools import accepted_lengths_text
+from pipelines.cli import cache, cluster, tools
+from pipelines.cli.tools import accepted_lengths_text
 from pipelines.errors import for_the_user, is_users_mistake
 from storage.files.masking import mask
 
 if TYPE_CHECKING:
-    from pipelines.run import Outcome
+    from pipelines.runs.executor import Outcome
     from pipelines.settings import Settings
 
 ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="A settings file, e.g. configs/quickstart.yaml.")]
@@ -40,7 +40,7 @@ RedoOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the outcome as JSON on standard output.")]
 
 app = typer.Typer(
-    cls=cli_tools.Commands,
+    cls=tools.Commands,
     name="dspark",
     no_args_is_help=True,
     add_completion=False,
@@ -92,7 +92,7 @@ _add_stage_command("regenerate", "Let the target write its own answers to the tr
 _add_stage_command("pilot", "Train a short pilot on a few conversations and choose what the cache keeps.")
 
 
-@cli_cache.cache_app.command("build")
+@cache.cache_app.command("build")
 def build_cache(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
@@ -105,7 +105,7 @@ def build_cache(
     """Build the target cache (`dspark cache CONFIG` for short)."""
     if repair:
         from pipelines.progress import Reporter
-        from pipelines.run import Run
+        from pipelines.runs.run import Run
         from pipelines.settings import load_settings
         from pipelines.stages.build_cache import take_out_damage
 
@@ -113,13 +113,13 @@ def build_cache(
     _run_stages(config, overrides or [], ["pilot", "cache"], redo=redo, as_json=as_json)
 
 
-app.add_typer(cli_cache.cache_app, name="cache")
+app.add_typer(cache.cache_app, name="cache")
 _add_stage_command("train", "Train the drafter on the target cache.")
 _add_stage_command("calibrate", "Fit the confidence temperatures on the calibration prompts.")
 _add_stage_command("evaluate", "Measure accepted length on the evaluation prompts.")
 _add_stage_command("publish", "Write the published checkpoint, and upload it where asked.")
-cli_tools.add_commands(app)
-cli_cluster.add_commands(app)
+tools.add_commands(app)
+cluster.add_commands(app)
 
 
 @app.command()
@@ -145,9 +145,9 @@ def _run_stages(
 
 
 def _execute(settings: Settings, only: Sequence[str] | None, *, redo: bool, as_json: bool) -> None:
-    from pipelines import provenance
     from pipelines.progress import Reporter
-    from pipelines.run import run_stages
+    from pipelines.runs import provenance
+    from pipelines.runs.executor import run_stages
 
     origin = provenance.collect(settings.run.seed)
     with for_the_user(settings.run.directory):
@@ -238,7 +238,3 @@ def _stopping_in_order() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-if __name__ == "__main__":
-    main()

@@ -38,8 +38,8 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """What a run will cost before it starts: tokens, bytes a token by codec, storage in all."""
-    from pipelines.plan import make_plan, plan_text
     from pipelines.progress import Reporter
+    from pipelines.runs.plan import make_plan, plan_text
     from pipelines.settings import load_settings
 
     estimate = make_plan(load_settings(config, overrides or []), Reporter(), rows=rows)
@@ -51,7 +51,7 @@ def report(
 ) -> None:
     """Make a run's report again from its recorded events, and say where it is."""
     from pipelines.progress import Reporter
-    from pipelines.run import open_run
+    from pipelines.runs.run import open_run
 
     run = open_run(directory)
     with run.directory.lock():
@@ -90,7 +90,7 @@ def decode(
     """Answer one prompt by speculative decoding, and show what was drafted and what was accepted."""
     from pipelines.decode import STYLES, Piece, decode_one, refuse_unread
     from pipelines.errors import UserError
-    from pipelines.run import settings_of
+    from pipelines.runs.run import settings_of
 
     refuse_unread(overrides or [])
     resolved = settings_of(config, overrides or [])
