@@ -56,7 +56,7 @@ loss_terms: Registry[type[LossTerm]] = Registry("loss term", option="train.loss"
 
 @loss_terms.register("ce")
 class CrossEntropy(LossTerm):
-    """To the text."""
+    """Cross-entropy to the text."""
 
     reads = ("ce",)
     weight = 0.1
@@ -78,7 +78,7 @@ class L1(LossTerm):
 
 @loss_terms.register("kl")
 class KL(LossTerm):
-    """From teacher to draft."""
+    """KL divergence from teacher to draft."""
 
     reads = ("kl",)
 
@@ -88,7 +88,7 @@ class KL(LossTerm):
 
 @loss_terms.register("soft_ce")
 class SoftCrossEntropy(LossTerm):
-    """To the teacher, as EAGLE-3 trains: the same as `kl` up to the teacher's entropy."""
+    """Cross-entropy to the teacher, as EAGLE-3 trains: the same as `kl` up to the teacher's entropy."""
 
     reads = ("soft_ce",)
 
@@ -98,7 +98,7 @@ class SoftCrossEntropy(LossTerm):
 
 @loss_terms.register("negative_log_acceptance")
 class NegativeLogAcceptance(LossTerm):
-    """-log a (arXiv 2602.23881)."""
+    """-log of the acceptance rate (arXiv 2602.23881)."""
 
     reads = ("acceptance",)
 

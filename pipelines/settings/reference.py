@@ -52,9 +52,14 @@ def _section(model: type[BaseModel], name: str) -> Iterator[str]:
 
 
 def _comments(model: type[BaseModel]) -> dict[str, str]:
-    """The comment beside each field, after those above it."""
-    found, above = {}, []
-    for line in inspect.getsource(model).splitlines():
+    """The comment beside each field, after those above it; the description of one that stands in no source."""
+    found = {name: field.description for name, field in model.model_fields.items() if field.description}
+    above: list[str] = []
+    try:
+        source = inspect.getsource(model)
+    except OSError:  # made of a registry's parts
+        source = inspect.getsource(model.__bases__[0])
+    for line in source.splitlines():
         if comment := re.fullmatch(r"    # (.*)", line):
             above.append(comment[1])
         elif field := re.match(r"    (\w+): [^#]*(?:# (.*))?", line):

@@ -5,6 +5,7 @@ A default stands here and nowhere else; where it is the paper's value, the YAML 
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from datetime import datetime
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 
 from dspark.config import MAX_BLOCK_SIZE, DrafterConfig, check_heads
-from dspark.losses.losses import LossConfig, loss_settings
+from dspark.losses.losses import LossConfig, loss_settings, loss_terms
 from dspark.registry import algorithms
 from pipelines.plugins import load_texts, plugin_texts
 from pipelines.settings.recipes import require_fitting_loss
@@ -250,7 +251,10 @@ class _LossSettings(Section):
 if TYPE_CHECKING:
     LossSettings = _LossSettings
 else:
-    of_terms = {name: (NonNegative, default) for name, default in loss_settings().items()}
+    meanings = {name: inspect.getdoc(loss_terms[name]).partition("\n")[0] for name in loss_terms}
+    of_terms = {
+        name: (NonNegative, Field(default, description=meanings.get(name))) for name, default in loss_settings().items()
+    }
     LossSettings = create_model(
         "LossSettings", __base__=_LossSettings, __module__=__name__, __doc__=_LossSettings.__doc__, **of_terms
     )
