@@ -34,8 +34,8 @@ from pipelines.settings import Settings, load_settings
 from pipelines.stages.capture import CaptureWorker, Conversation, teacher_row
 from pipelines.stages.pilot_candidates import FeatureJudge
 from pipelines.stages.regenerate import read_conversations
-from pipelines.stages.workers import open_target
 from pipelines.target_facts import TargetFacts, examine_target
+from pipelines.workers import open_target
 from storage.cache.target_cache import CachePlan, CacheRow, Codecs, TargetCache, create_or_resume, finish, write_unit
 from storage.codecs.base import Codec, TargetParts, TeacherRow
 from storage.codecs.components import reader_directions

@@ -20,11 +20,11 @@ from dspark.models.checkpoint import load_drafter, save_drafter
 from pipelines.data.chat import render_prompt
 from pipelines.settings import Settings
 from pipelines.stages.decode_events import read_split
-from pipelines.stages.workers import open_target
 from pipelines.target_facts import examine_target
 from pipelines.training.loader import MicroBatchReader, Rows
 from pipelines.training.model import make_drafter, teacher_normalizers
 from pipelines.training.task import TrainingTask, step_plan
+from pipelines.workers import open_target
 from storage.cache.target_cache import CachePlan, CacheRow, Codecs, TargetCache, create_or_resume, finish, write_unit
 from storage.codecs.base import TargetParts, TeacherRow
 from storage.codecs.components import reader_directions

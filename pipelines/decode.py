@@ -90,8 +90,8 @@ def decode_one(
     from dspark.decoding.decoder import Decoder, Request, SamplingConfig
     from dspark.manifest import CheckpointError, require_intact
     from dspark.models.checkpoint import load_drafter
-    from pipelines.stages.workers import open_target
     from pipelines.target_facts import examine_target
+    from pipelines.workers import open_target
 
     folder = Path(drafter).expanduser() if drafter else Run(settings).directory.path("published")
     if not (folder / "config.json").is_file():

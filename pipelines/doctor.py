@@ -9,8 +9,8 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from pipelines import provenance
 from pipelines.progress import byte_size
-from pipelines.runs import provenance
 
 QUICKSTART_MEMORY = 8e9  # bytes
 QUICKSTART_DISK = 5e9

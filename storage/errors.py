@@ -1,5 +1,9 @@
 """What this package raises. Every message says what was found and what cures it, and is meant for the user."""
 
+# The cures of a damaged shard, and of a damaged file that every row depends on.
+AGAIN = "fetch the shard again, or build it again with `dspark cache CONFIG --repair`"
+WHOLE = "every row depends on it: fetch the cache again, or build it anew with `dspark cache CONFIG --repair`"
+
 
 class StorageError(ValueError):
     """Something that was asked for cannot be done, or something stored cannot be used."""

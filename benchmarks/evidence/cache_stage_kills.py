@@ -35,7 +35,7 @@ from toy_target import write_gguf
 from whole_run import finish, start, write_config
 
 from pipelines.data.gguf_file import convert_llama
-from pipelines.runs.provenance import collect
+from pipelines.provenance import collect
 from storage.cache.target_cache import TargetCache, is_finished, verify
 
 KILLS_A_BUILD = 10

@@ -22,7 +22,7 @@ import torch
 from lossless_cases import POLICIES, against_enumeration, retrospective, without_the_residual
 
 from dspark.decoding.sampling import SamplingConfig
-from pipelines.runs.provenance import code_revision
+from pipelines.provenance import code_revision
 
 LENGTH = 3
 LEVEL = 0.001

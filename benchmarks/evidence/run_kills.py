@@ -37,7 +37,7 @@ from whole_run import (
 
 from dspark.manifest import damaged_files
 from pipelines.data.gguf_file import convert_llama
-from pipelines.runs.provenance import collect
+from pipelines.provenance import collect
 
 
 def sweep(folder: Path, moments: int, seed: int) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def sweep(folder: Path, kills: int, seed: int, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    from pipelines.runs.provenance import collect
+    from pipelines.provenance import collect
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=30)

@@ -145,8 +145,8 @@ def _run_stages(
 
 
 def _execute(settings: Settings, only: Sequence[str] | None, *, redo: bool, as_json: bool) -> None:
+    from pipelines import provenance
     from pipelines.progress import Reporter
-    from pipelines.runs import provenance
     from pipelines.runs.executor import run_stages
 
     origin = provenance.collect(settings.run.seed)

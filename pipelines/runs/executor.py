@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from pipelines.runs.graph import Stage
 from pipelines.runs.preflight import check_start, require_room, stages_left
 from pipelines.runs.run import Run
-from pipelines.stages.workers import session
 from pipelines.tracking import Tracker, plan_tracking
+from pipelines.workers import session
 
 if TYPE_CHECKING:
     from pipelines.progress import Reporter

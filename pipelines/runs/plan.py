@@ -56,8 +56,8 @@ class Answer:
 def make_plan(settings: Settings, reporter: Reporter, *, rows: int) -> dict[str, Any]:
     """Tokens, bytes a token by codec, storage in all, steps, and times of one worker on this machine; JSON-like."""
     from pipelines.stages.regenerate import read_splits
-    from pipelines.stages.workers import open_target
     from pipelines.target_facts import examine_target
+    from pipelines.workers import open_target
 
     prompts = read_splits(settings)["train"].prompts
     facts = examine_target(settings)

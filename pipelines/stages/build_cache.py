@@ -24,8 +24,8 @@ from pipelines.plugins import plugin_identity
 from pipelines.settings import Settings
 from pipelines.stages.capture import CaptureUnit, CaptureWorker, Conversation, FitUnit
 from pipelines.stages.regenerate import read_conversations
-from pipelines.stages.workers import on_pool, session
 from pipelines.target_facts import TargetFacts, examine_target
+from pipelines.workers import on_pool, session
 from storage.cache.target_cache import CachePlan, CodecSpec, TargetCache, create_or_resume, finish
 from storage.codecs.registry import codec_class
 from storage.files.filesystems import Folder

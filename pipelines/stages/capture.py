@@ -13,8 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipelines.settings import Settings
-from pipelines.stages.workers import open_target
 from pipelines.target_facts import TargetFacts
+from pipelines.workers import open_target
 from storage.cache.target_cache import (
     CachePlan,
     CacheRow,

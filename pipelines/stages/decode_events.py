@@ -24,8 +24,8 @@ from pipelines.evaluation.round_log import EventLog, Labels
 from pipelines.json_files import read_jsonl
 from pipelines.records import DecodedUnit, read_record
 from pipelines.settings import Settings
-from pipelines.stages.workers import on_pool, open_target, session
 from pipelines.target_facts import TargetFacts
+from pipelines.workers import on_pool, open_target, session
 
 if TYPE_CHECKING:
     from dspark.decoding.target import Target

@@ -26,9 +26,9 @@ from pipelines.settings import Settings, settings_from_dict
 from pipelines.stages.build_cache import build, count_directions, plan_cache
 from pipelines.stages.capture import DIRECTIONS, CaptureWorker, Conversation
 from pipelines.stages.train import count_steps, drafter_fields, require_shared_folder, train_on
-from pipelines.stages.workers import on_pool, session
 from pipelines.target_facts import examine_target
 from pipelines.training.task import drafter_config
+from pipelines.workers import on_pool, session
 from storage.cache.target_cache import CodecSpec, TargetCache, is_finished
 from storage.files.filesystems import Folder
 from storage.order import steps_per_epoch

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from pipelines.drafter_folder import remade
 from pipelines.settings import Settings
 from pipelines.stages.calibrate import read_calibration
-from pipelines.stages.workers import open_target
 from pipelines.target_facts import examine_target
+from pipelines.workers import open_target
 from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:

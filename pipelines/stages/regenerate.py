@@ -23,8 +23,8 @@ from pipelines.data.conversations import BAD_ROW, Prompt, PromptSet, bad_row, re
 from pipelines.errors import UserError
 from pipelines.json_files import read_jsonl_in, write_jsonl
 from pipelines.settings.schema import Settings
-from pipelines.stages.workers import on_pool, open_target, session
 from pipelines.target_facts import TargetFacts, examine_target
+from pipelines.workers import on_pool, open_target, session
 from storage.files.filesystems import Folder
 from storage.identity import identity_of
 

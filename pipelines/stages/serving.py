@@ -27,7 +27,7 @@ from pipelines.stages.decode_events import (
     prompt_request,
 )
 from pipelines.stages.step_costs import serving_temperature
-from pipelines.stages.workers import on_pool, open_target, session
+from pipelines.workers import on_pool, open_target, session
 from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:

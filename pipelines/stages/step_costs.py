@@ -16,7 +16,7 @@ from dspark.decoding.step_costs import StepCosts
 from pipelines.errors import UserError
 from pipelines.settings.schema import EvaluateSettings
 from pipelines.stages.decode_events import DSPARK, DecodePlan, open_drafters
-from pipelines.stages.workers import on_pool, open_target, session
+from pipelines.workers import on_pool, open_target, session
 from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class CostWorker:
         from dspark.decoding.proposers import proposer_for
         from dspark.decoding.sampling import SamplingConfig
         from dspark.decoding.step_timing import measure_step_costs
-        from pipelines.runs.provenance import hardware
+        from pipelines.provenance import hardware
 
         wanted = self.plan.settings.evaluate.cost
         costs = measure_step_costs(

@@ -24,8 +24,8 @@ from pipelines.drafter_folder import published_config
 from pipelines.errors import UserError, for_the_user
 from pipelines.plugins import plugin_identity
 from pipelines.settings import Settings
-from pipelines.stages.workers import session
 from pipelines.target_facts import TargetFacts, examine_target
+from pipelines.workers import session
 
 if TYPE_CHECKING:
     from pipelines.progress import Reporter, Task

@@ -28,7 +28,6 @@ from dspark.losses.micro_batch import MicroBatch
 from dspark.losses.teacher_check import with_own_teacher
 from dspark.manifest import new_folder
 from dspark.models.checkpoint import save_drafter
-from pipelines.stages.workers import open_target
 from pipelines.training.checkpoints import Checkpoints
 from pipelines.training.loader import Loader, MicroBatchReader, PlannedMicroBatch, Rows, Step
 from pipelines.training.log import LOG, JsonLines, StepTotals, over_ranks, train_line
@@ -36,6 +35,7 @@ from pipelines.training.model import make_drafter, parameter_groups, speed_up, t
 from pipelines.training.sanity_checks import SanityChecks, check_masks
 from pipelines.training.task import TrainingTask, engine_settings, step_plan
 from pipelines.training.validation import Validation
+from pipelines.workers import open_target
 
 FINAL = "final"
 

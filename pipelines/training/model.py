@@ -15,8 +15,8 @@ from dspark.losses.output_head import log_normalizers
 from dspark.models.draft_vocabulary import most_frequent_tokens
 from dspark.models.merged_projection import merge_projection
 from dspark.models.starting_weights import bigram_counts, build_drafter
-from pipelines.stages.workers import open_target
 from pipelines.training.task import TrainingTask, drafter_config
+from pipelines.workers import open_target
 from storage.cache.target_cache import TargetCache
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ import numpy as np
 
 from storage.cache import schema
 from storage.cache.plan import FORMAT, VERSION, CachePlan, Codecs, SampleIndex, write_samples
-from storage.cache.records import AGAIN, WHOLE, CacheRow, dataset_features, seal, unseal
+from storage.cache.records import CacheRow, dataset_features, seal, unseal
 from storage.cache.shards import encode_row, write_shard
 from storage.codecs.base import Codec
 from storage.codecs.fitting import dump_codec, fit_codec, load_codec
-from storage.errors import CacheCorrupt, NonFiniteState, StorageCorrupt, StorageError, StorageFull
+from storage.errors import AGAIN, WHOLE, CacheCorrupt, NonFiniteState, StorageCorrupt, StorageError, StorageFull
 from storage.files.filesystems import Folder
 from storage.identity import require_same
 

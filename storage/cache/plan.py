@@ -10,11 +10,11 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from storage.cache.records import WHOLE, check_spans
+from storage.cache.records import check_spans
 from storage.cache.streams import read_stream
 from storage.codecs.base import Codec
 from storage.codecs.registry import CodecSpec
-from storage.errors import CacheCorrupt, StorageError
+from storage.errors import WHOLE, CacheCorrupt, StorageError
 from storage.identity import identity_of, plain
 
 Spans = Sequence[tuple[int, int]]

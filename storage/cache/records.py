@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from storage.cache.schema import parse_json
-from storage.errors import CacheCorrupt, StorageError
+from storage.errors import WHOLE, CacheCorrupt, StorageError
 from storage.identity import plain
 
 ROW_FIELDS = (
@@ -27,10 +27,6 @@ ROW_FIELDS = (
     ("extra", pa.string()),
     ("checksum", pa.uint64()),
 )
-
-
-AGAIN = "fetch the shard again, or build it again with `dspark cache CONFIG --repair`"
-WHOLE = "every row depends on it: fetch the cache again, or build it anew with `dspark cache CONFIG --repair`"
 
 
 def seal(content: Mapping[str, Any]) -> bytes:

@@ -16,7 +16,6 @@ import zstandard
 
 from storage.cache.plan import Codecs
 from storage.cache.records import (
-    AGAIN,
     CacheRow,
     check_spans,
     row_checksum,
@@ -26,7 +25,7 @@ from storage.cache.records import (
 from storage.cache.schema import parse_json
 from storage.cache.streams import read_batch
 from storage.codecs.base import StoredTeacher, as_tensor
-from storage.errors import CacheCorrupt, NonFiniteState, StorageError
+from storage.errors import AGAIN, CacheCorrupt, NonFiniteState, StorageError
 
 BATCH_BYTES = 4 << 20
 """A record batch is closed once its columns reach this size, so offsets inside it stay far below 2^31."""

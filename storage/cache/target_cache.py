@@ -28,13 +28,13 @@ from storage.cache.commits import (
 )
 from storage.cache.plan import CachePlan, Codecs, Spans, plan_units
 from storage.cache.read_ahead import ReadAhead
-from storage.cache.records import AGAIN, CacheRow
+from storage.cache.records import CacheRow
 from storage.cache.shards import ShardReader, StoredRow, checksum_of, decode_row, encode_row
 from storage.cache.verify import Problem, verify
 from storage.codecs.base import Codec
 from storage.codecs.fitting import fit_codec
 from storage.codecs.registry import CodecSpec
-from storage.errors import CacheCorrupt, NonFiniteState, StorageFull
+from storage.errors import AGAIN, CacheCorrupt, NonFiniteState, StorageFull
 from storage.files.filesystems import Folder
 from storage.files.local_copy import LocalCopy
 

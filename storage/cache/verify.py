@@ -24,9 +24,9 @@ from storage.cache.commits import (
     read_complete,
     shard_name,
 )
-from storage.cache.records import WHOLE, unseal
+from storage.cache.records import unseal
 from storage.cache.shards import ShardReader, checksum_of
-from storage.errors import CacheCorrupt, StorageCorrupt, StorageError
+from storage.errors import WHOLE, CacheCorrupt, StorageCorrupt, StorageError
 from storage.files.filesystems import Folder, is_temporary
 
 

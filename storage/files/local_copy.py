@@ -14,8 +14,7 @@ from typing import IO, Any
 
 from filelock import FileLock
 
-from storage.cache.records import AGAIN
-from storage.errors import CacheCorrupt, StorageError, StorageFull
+from storage.errors import AGAIN, CacheCorrupt, StorageError, StorageFull
 from storage.files.filesystems import Folder, full_disk_named, temporary_name
 
 ATTEMPTS, PAUSE = 4, 0.5  # for a shard that arrives altered; seconds before the second one, doubled for each further

@@ -16,7 +16,7 @@ from pipelines.errors import UserError
 from pipelines.progress import Reporter
 from pipelines.runs.executor import run_stages
 from pipelines.settings import Settings, load_settings
-from pipelines.stages.workers import session
+from pipelines.workers import session
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

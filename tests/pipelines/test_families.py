@@ -15,7 +15,7 @@ from dspark.models.checkpoint import load_drafter
 from pipelines.progress import Reporter
 from pipelines.runs.executor import run_stages
 from pipelines.settings import load_settings
-from pipelines.stages.workers import session
+from pipelines.workers import session
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

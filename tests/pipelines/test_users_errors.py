@@ -16,8 +16,8 @@ from pipelines.errors import UserError, cannot_write, for_the_user
 from pipelines.runs.directory import RunDirectory
 from pipelines.runs.run import open_run
 from pipelines.settings import Settings, settings_from_dict
-from pipelines.stages.workers import on_pool, session
 from pipelines.target_facts import examine_target
+from pipelines.workers import on_pool, session
 from storage.cache.target_cache import TargetCache
 
 WAITS = (

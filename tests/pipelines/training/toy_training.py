@@ -23,9 +23,9 @@ from dspark.decoding.target import Target
 from pipelines.data.gguf_file import convert_llama
 from pipelines.settings import Settings, settings_from_dict
 from pipelines.stages.train import count_steps
-from pipelines.stages.workers import open_target
 from pipelines.target_facts import TargetFacts, examine_target
 from pipelines.training.task import TrainingTask
+from pipelines.workers import open_target
 from storage.cache.target_cache import CachePlan, CacheRow, CodecSpec, create_or_resume, finish, write_unit
 
 ROWS, PROMPT, ANSWER = 13, 6, 22

@@ -46,7 +46,7 @@ def collect(seed: int | None = None) -> dict[str, Any]:
 
 def code_revision() -> dict[str, Any]:
     """Commit of the checkout that this code runs from, and whether it had changes; nulls outside a checkout."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[1]
     revision = _git(root, "rev-parse", "HEAD")
     changes = _git(root, "status", "--porcelain", "--untracked-files=no")
     return {"revision": revision, "modified": None if changes is None else bool(changes)}
