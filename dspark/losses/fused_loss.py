@@ -46,7 +46,6 @@ from dspark.losses.output_head import (
     apply_soft_cap_,
     multiply,
 )
-from dspark.models.heads import SequentialHead
 
 CPU_BUFFER_BYTES = 32 * 2**20
 GPU_BUFFER_BYTES = 512 * 2**20
@@ -120,11 +119,6 @@ def slot_weights(loss_mask: Tensor, position_decay: float) -> Tensor:
     return torch.exp(-slots / position_decay) * loss_mask
 
 
-def _reads_previous_token_alone(head: SequentialHeadLike) -> bool:
-    """The vanilla head, whose bias is one for all slots after the same token."""
-    return isinstance(head, SequentialHead) and type(head).bias_vectors is SequentialHead.bias_vectors
-
-
 def output_head_of(drafter: DrafterLike) -> OutputHead:
     """The frozen head that drafter and teacher share, cut to the draft vocabulary for the former."""
     return OutputHead.create(
@@ -164,7 +158,7 @@ def fused_loss(
 
     bias_states, bias_weight, bias_row = None, None, None
     if sequential is not None:
-        if _reads_previous_token_alone(sequential):
+        if getattr(sequential, "reads_previous_token_alone", False):
             tokens, bias_row = torch.unique(at_slots(batch.previous_ids), return_inverse=True)
             bias_states = sequential.embed(tokens)
         else:

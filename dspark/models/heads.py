@@ -43,6 +43,11 @@ class SequentialHead(nn.Module):
         """z [N, G, r] of teacher-forced blocks: states [N, G, d], previous_ids [N, G]."""
         return self.embed(previous_ids)
 
+    @property
+    def reads_previous_token_alone(self) -> bool:
+        """Whether z is one for all slots after the same token, as it is here."""
+        return type(self).bias_vectors is SequentialHead.bias_vectors
+
     def step_vector(self, state: Tensor | None, previous_ids: Tensor, h_k: Tensor) -> tuple[Tensor, Tensor | None]:
         """z [B, r] of one slot, and the state for the next one."""
         return self.embed(previous_ids), None
