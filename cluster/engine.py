@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.engine_settings import DeepSpeedSettings
 from cluster.engine_state import gather_state, restore_state
+from cluster.errors import ClusterError
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +79,7 @@ class TrainEngine:
                 same order. It counts nothing.
 
         Raises:
-            ValueError: from ZeRO stage 2 on, ranks have different numbers of micro-batches, and no `dummy_loss`.
+            ClusterError: from ZeRO stage 2 on, ranks have different numbers of micro-batches, and no `dummy_loss`.
         """
         import torch
 
@@ -86,7 +87,7 @@ class TrainEngine:
         stage = self.settings.zero_stage
         rounds = len(micro_batches) if stage < 2 else self._most(len(micro_batches))
         if stage >= 2 and len(micro_batches) < max(1, rounds) and dummy_loss is None:
-            raise ValueError(
+            raise ClusterError(
                 f"at zero_stage = {stage} a rank with {len(micro_batches)} micro-batches, where another has {rounds}, "
                 "needs a `dummy_loss`: any loss that goes through the module"
             )
@@ -129,7 +130,7 @@ class TrainEngine:
         """Take over what `state` returned; every rank passes all of it.
 
         Raises:
-            ValueError: names or shapes differ from this engine's parameters.
+            ClusterError: names or shapes differ from this engine's parameters.
         """
         restore_state(self.deepspeed, self.names, state)
 
@@ -190,17 +191,17 @@ def build_engine(
         groups: parameter groups with options of their own (`lr_scale`, `weight_decay`); None makes one group.
 
     Raises:
-        ValueError: nothing is trainable, or `groups` leave a trainable parameter out.
+        ClusterError: nothing is trainable, or `groups` leave a trainable parameter out.
     """
     deepspeed = _import_deepspeed()
     _ensure_process_group()
     trainable = [p for p in module.parameters() if p.requires_grad]
     if not trainable:
-        raise ValueError("no parameter of the module requires a gradient: there is nothing to train")
+        raise ClusterError("no parameter of the module requires a gradient: there is nothing to train")
     wanted = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups or ()]
     wanted = wanted or [{"params": trainable}]
     if {id(p) for group in wanted for p in group["params"]} != {id(p) for p in trainable}:
-        raise ValueError("the parameter groups must hold every trainable parameter exactly once")
+        raise ClusterError("the parameter groups must hold every trainable parameter exactly once")
     engine, *_ = deepspeed.initialize(
         model=module,
         optimizer=settings.make_optimizer([group for group in wanted if group["params"]]),

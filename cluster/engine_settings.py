@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from cluster.errors import ClusterError
 from cluster.schedule import Schedule, learning_rate_factor
 
 if TYPE_CHECKING:
@@ -64,29 +65,29 @@ class DeepSpeedSettings:
         )
         for name, value, allowed in choices:
             if value not in allowed:
-                raise ValueError(f"{name} = {value!r}: choose one of {', '.join(map(str, allowed))}")
+                raise ClusterError(f"{name} = {value!r}: choose one of {', '.join(map(str, allowed))}")
         if self.precision == "bf16" and self.zero_stage == 0:
-            raise ValueError(
+            raise ClusterError(
                 "precision = bf16 needs the fp32 master weights that ZeRO keeps: set zero_stage to 1, or precision "
                 "to fp32"
             )
         if self.accumulate_fp32 and (self.precision, self.zero_stage) != ("bf16", 1):
-            raise ValueError(
+            raise ClusterError(
                 f"accumulate_fp32 goes with precision = bf16 at zero_stage = 1, not with {self.precision} "
                 f"at stage {self.zero_stage}; drop it (fp32 accumulates in fp32 anyway) or change the stage"
             )
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0 and self.clip >= 0):
-            raise ValueError(
+            raise ClusterError(
                 f"learning_rate = {self.learning_rate} must be positive, clip = {self.clip} zero (none) or positive"
             )
         if reserved := sorted(set(self.overrides) & set(_RESERVED)):
-            raise ValueError(
+            raise ClusterError(
                 f"DeepSpeed overrides may not set {', '.join(reserved)}: the engine normalises and clips by itself; "
                 "use the training settings of the same meaning"
             )
 
     def require_known_keys(self) -> None:
-        """Raises ValueError for overrides that DeepSpeed refuses, or does not read when it reads its configuration."""
+        """Raises ClusterError for overrides that DeepSpeed refuses, or does not read in its configuration."""
         if not self.overrides:
             return
         from deepspeed.runtime.config import DeepSpeedConfig
@@ -95,13 +96,13 @@ class DeepSpeedSettings:
         try:
             DeepSpeedConfig(config)
         except (ValueError, TypeError, AssertionError, AttributeError, KeyError) as error:  # what its sections raise
-            raise ValueError(f"DeepSpeed refuses the overrides {dict(self.overrides)}: {error}") from error
+            raise ClusterError(f"DeepSpeed refuses the overrides {dict(self.overrides)}: {error}") from error
         known = sorted(config.looked_up - set(_RESERVED))
         for key in self.overrides:
             if key not in config.looked_up:
                 close = get_close_matches(key, known, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"it knows {', '.join(known)}"
-                raise ValueError(f"DeepSpeed has no top-level key {key!r}; {hint}")
+                raise ClusterError(f"DeepSpeed has no top-level key {key!r}; {hint}")
 
     def to_json(self) -> dict[str, Any]:
         """The DeepSpeed configuration."""

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cluster.errors import ClusterError
+
 WEIGHT = "weight"
 _BUCKET_ELEMENTS = 64 * 1024**2
 
@@ -176,7 +178,7 @@ def _check(parameters: Mapping[str, torch.nn.Parameter], state: Mapping[str, tor
     shapes = [f"{k}: {tuple(given[k])} in the state, {tuple(wanted[k])} here" for k in wanted if k in given]
     shapes = [text for text, k in zip(shapes, (k for k in wanted if k in given), strict=True) if given[k] != wanted[k]]
     if missing or extra or shapes:
-        raise ValueError(
+        raise ClusterError(
             "the saved training state is of another model: "
             f"missing {missing[:5] or 'nothing'}, not expected {extra[:5] or 'nothing'}, "
             f"shapes {shapes[:5] or 'equal'}; "

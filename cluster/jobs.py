@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from cluster.errors import JobError
 from cluster.ray_private import files_to_send, reload_environment
 from cluster.session import (
     LOOPBACK,
@@ -46,10 +47,6 @@ NOT_SENT = (
     *("credentials", "credentials.json", "client_secret*.json", "service[-_]account*.json", "kubeconfig"),
     *("secrets.yaml", "secrets.yml", "secrets.json", "secrets.toml", "token", "*.token", ".s3cfg", ".boto"),
 )
-
-
-class JobError(ValueError):
-    """The head did not answer, or knows no such job."""
 
 
 def submit(

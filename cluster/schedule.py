@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from cluster.errors import ClusterError
+
 Schedule = Literal["cosine", "wsd", "constant"]
 
 
@@ -35,4 +37,4 @@ def learning_rate_factor(
         decay = max(1, math.ceil(decay_ratio * total_steps))
         share = min(1.0, max(0.0, (step - (total_steps - decay)) / decay))
         return 1.0 - (1.0 - final_ratio) * share
-    raise ValueError(f"schedule {schedule!r}: choose cosine, wsd or constant")
+    raise ClusterError(f"schedule {schedule!r}: choose cosine, wsd or constant")

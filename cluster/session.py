@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.errors import ClusterError, ClusterLost, NoCluster
 from cluster.ray_private import (
     LONGEST_SOCKET_PATH,
     SOCKET_BELOW_TEMPORARY,
@@ -79,10 +80,6 @@ _embedded = False
 _watch: _Watch | None = None
 
 
-class ClusterLost(RuntimeError):
-    """The Ray cluster went away under the run; the same command goes on from what is complete."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RaySession:
     """A running session. `temporary` is its private folder, None when it belongs to someone else."""
@@ -124,9 +121,9 @@ def ray_session(
         worker_logs: repeat what workers print on this terminal (costs one more process).
 
     Raises:
-        ConnectionError: no cluster answers at `address`.
+        NoCluster: no cluster answers at `address`.
         ClusterLost: the cluster went away in the middle; what the body raised for that is its cause.
-        ValueError: the temporary folder's path is too long for the sockets of an embedded cluster.
+        ClusterError: the temporary folder's path is too long for the sockets of an embedded cluster.
     """
     import ray
 
@@ -204,7 +201,7 @@ def _embedded_node(
 def _private_folder() -> Iterator[Path]:
     """A new folder of this user's alone, with a lock that is held for the session's life; the dead ones' are removed.
 
-    Raises ValueError where the temporary folder's path leaves no room for a socket's.
+    Raises ClusterError where the temporary folder's path leaves no room for a socket's.
     """
     _sweep()
     require_short_path(f"{tempfile.gettempdir()}/{_PREFIX}12345678")
@@ -220,11 +217,11 @@ def _private_folder() -> Iterator[Path]:
 
 
 def require_short_path(folder: str) -> None:
-    """Raises ValueError if Ray's sockets below `folder` would have paths longer than the system allows."""
+    """Raises ClusterError if Ray's sockets below `folder` would have paths longer than the system allows."""
     room = LONGEST_SOCKET_PATH - len(f"/{_RAYS_FOLDER}{SOCKET_BELOW_TEMPORARY}")
     if (length := len(os.fsencode(folder))) > room:
         too_much = length - room
-        raise ValueError(
+        raise ClusterError(
             f"the path of the temporary folder, {tempfile.gettempdir()}, is {too_much} bytes too long for the sockets "
             "that Ray puts there; set TMPDIR to a folder with a shorter path, such as /tmp"
         )
@@ -363,7 +360,7 @@ def _require_listener(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
     except (OSError, ValueError) as error:
-        raise ConnectionError(
+        raise NoCluster(
             f"no Ray cluster answered at {address!r} ({error}); give host:port of a head that runs "
             "(`ray start --head` prints it), or leave the address out to run on this machine alone"
         ) from error

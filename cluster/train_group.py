@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-from cluster.lasting import is_lasting
+from cluster.errors import ClusterError, is_retryable
 from cluster.ray_private import get_from_cluster, leave_out_helpers, put_in_cluster
 from cluster.session import cluster_is_lost, is_embedded
 
@@ -50,7 +50,6 @@ def run_group(
     max_failures: int = 3,
     storage_path: str,
     name: str = "group",
-    lasting: Callable[[BaseException], bool] = is_lasting,
 ) -> None:
     """Run `train_fn(config)` on `num_workers` ranks with a torch process group (nccl on GPUs, gloo elsewhere).
 
@@ -60,12 +59,12 @@ def run_group(
             `num_workers` as the cluster has room for, and grows again once there is more. None waits for all of them.
         max_failures: how often the whole group is started again after a worker was lost.
         storage_path: folder, or `s3://` and the like, for the small records that Ray Train keeps.
-        lasting: which errors of `train_fn` end the training at once; picklable, called in the workers.
 
     Raises:
-        TrainingFailed: `train_fn` raised a lasting error, or workers were lost more than `max_failures` times.
+        TrainingFailed: `train_fn` raised an error that is not retryable (`cluster.errors`), or workers were lost more
+            than `max_failures` times.
         TrainingStopped: SIGTERM or SIGINT arrived and the workers returned.
-        ValueError: the cluster has fewer CPUs or GPUs than the group wants.
+        ClusterError: the cluster has fewer CPUs or GPUs than the group wants.
     """
     from ray import cloudpickle
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -79,7 +78,7 @@ def run_group(
     group = uuid.uuid4().hex
     trainer: Any = TorchTrainer(
         _enter,
-        train_loop_config={"group": group, "work": cloudpickle.dumps((train_fn, dict(config), lasting))},
+        train_loop_config={"group": group, "work": cloudpickle.dumps((train_fn, dict(config)))},
         torch_config=ProcessGroupConfig(backend="nccl" if use_gpu else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=(fewest, num_workers) if fewest < num_workers else num_workers,  # type: ignore[arg-type]
@@ -122,12 +121,12 @@ def _enter(loop: dict[str, Any]) -> None:
     group = loop["group"]
     if _get(group, "error") is not None:
         return  # the group was started again after an error that would only come again
-    train_fn, config, lasting = cloudpickle.loads(loop["work"])
+    train_fn, config = cloudpickle.loads(loop["work"])
     _current = group
     try:
         train_fn(config)
     except Exception as error:
-        if lasting(error):
+        if not is_retryable(error):
             text = "".join(traceback.format_exception(error))
             _put(group, "error", _pickled(text, error))
         raise
@@ -188,8 +187,8 @@ def _require_room(num_workers: int, cpus: float, use_gpu: bool) -> None:
     short = {key: value for key, value in wanted.items() if value > have.get(key, 0)}
     if short:
         text = ", ".join(f"{value:g} {key}s of {have.get(key, 0):g}" for key, value in short.items())
-        raise ValueError(
-            f"{num_workers} training workers want {text} in the Ray cluster; lower the number of ranks or of "
+        raise ClusterError(
+            f"{num_workers} training workers want {text} in the Ray cluster; lower the number of workers or of "
             "CPUs per worker, give an embedded cluster more logical CPUs, or add nodes"
         )
 

@@ -1,8 +1,8 @@
-"""Run many independent units of work on a pool of Ray actors, and lose none of them.
+"""Run many independent work items on a pool of Ray actors, and lose none of them.
 
-A worker that dies (kill -9, out of memory, a node lost) is replaced, and the units it held are done again elsewhere.
-A unit may therefore run more than once and must be idempotent; its result is delivered exactly once. Only a bounded
-number of units is in flight, so neither units nor results pile up in the object store.
+A worker that dies (kill -9, out of memory, a node lost) is replaced, and the items it held are done again elsewhere.
+An item may therefore run more than once and must be idempotent; its result is delivered exactly once. Only a bounded
+number of items is in flight, so neither items nor results pile up in the object store.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from cluster.lasting import is_lasting
+from cluster.errors import ClusterError, is_retryable
 
 LOOK_AROUND_SECONDS = 10.0  # between two looks at whether the cluster still has a node for a worker that waits
 
-Unit = TypeVar("Unit")
+Item = TypeVar("Item")
 Result = TypeVar("Result")
-Unit_contra = TypeVar("Unit_contra", contravariant=True)
+Item_contra = TypeVar("Item_contra", contravariant=True)
 Result_co = TypeVar("Result_co", covariant=True)
 
 
-class Worker(Protocol[Unit_contra, Result_co]):
-    """What each actor of a pool holds: made once (the expensive part: loading a model), then given unit after unit."""
+class Worker(Protocol[Item_contra, Result_co]):
+    """What each actor of a pool holds: made once (the expensive part: loading a model), then given item after item."""
 
-    def run(self, unit: Unit_contra) -> Result_co:
-        """Do one unit. The result must be small and picklable: data goes to disk."""
+    def run(self, item: Item_contra) -> Result_co:
+        """Do one item. The result must be small and picklable: data goes to disk."""
         ...
 
 
@@ -36,15 +36,15 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-class UnitFailed(RuntimeError):
-    """A unit that could not be done. `__cause__` is the worker's exception where there was one."""
+class WorkItemFailed(RuntimeError):
+    """A work item that could not be done. `__cause__` is the worker's exception where there was one."""
 
-    def __init__(self, unit: str, attempts: int, detail: str) -> None:
-        self.unit = unit
+    def __init__(self, item: str, attempts: int, detail: str) -> None:
+        self.item = item
         self.attempts = attempts
         self.detail = detail = plain(detail)
         times = "1 attempt" if attempts == 1 else f"{attempts} attempts"
-        super().__init__(f"work unit {unit} failed after {times}; the worker said:\n{detail}")
+        super().__init__(f"work item {item} failed after {times}; the worker said:\n{detail}")
 
 
 class WorkersFailed(RuntimeError):
@@ -53,62 +53,60 @@ class WorkersFailed(RuntimeError):
 
 @dataclass(kw_only=True)
 class PoolSummary:
-    """What it took: units done, attempts repeated, workers lost."""
+    """What it took: items done, attempts repeated, workers lost."""
 
-    units: int = 0
+    items: int = 0
     repeated: int = 0
     workers_lost: int = 0
 
 
-def run_units(
-    make_worker: Callable[[], Worker[Unit, Result]],
-    units: Iterable[Unit],
+def run_work_items(
+    make_worker: Callable[[], Worker[Item, Result]],
+    items: Iterable[Item],
     *,
     num_workers: int,
     cpus_per_worker: float = 1,
     gpus_per_worker: float = 0,
     max_retries: int = 3,
-    on_result: Callable[[Unit, Result], None],
-    on_retry: Callable[[Unit, str], None] | None = None,
+    on_result: Callable[[Item, Result], None],
+    on_retry: Callable[[Item, str], None] | None = None,
     max_in_flight_per_worker: int = 2,
-    unit_name: Callable[[Unit], str] = str,
-    lasting: Callable[[BaseException], bool] = is_lasting,
+    item_name: Callable[[Item], str] = str,
 ) -> PoolSummary:
-    """Do all `units` on up to `num_workers` actors of the current Ray session.
+    """Do all `items` on up to `num_workers` actors of the current Ray session.
 
     Args:
         make_worker: picklable factory, called once in each actor.
-        units: picklable and small; pulled as they are needed.
+        items: picklable and small; pulled as they are needed.
         cpus_per_worker, gpus_per_worker: Ray resources of an actor (torch gets as many threads as CPUs, at least one).
-        max_retries: how often a unit is tried again after its first failure. A worker's death counts against a unit
-            only if it was the one unfinished unit there.
-        on_result: called in this process once for each unit, in the order in which they finish.
-        on_retry: called with the unit and the reason before it is tried again.
-        max_in_flight_per_worker: units handed to an actor at a time; 2 hides the round trip.
-        unit_name: how a unit is called in errors.
-        lasting: which errors, of a unit or of a worker that starts, will not go away by trying again.
+        max_retries: how often an item is tried again after its first failure. A worker's death counts against an item
+            only if it was the one unfinished item there.
+        on_result: called in this process once for each item, in the order in which they finish.
+        on_retry: called with the item and the reason before it is tried again.
+        max_in_flight_per_worker: items handed to an actor at a time; 2 hides the round trip.
+        item_name: how an item is called in errors.
 
     Raises:
-        UnitFailed: a unit failed for good. What is already done has been delivered.
-        WorkersFailed: a worker met a lasting error when it started, or they fail to, `max_retries` + 1 times in a row.
-        ValueError: no node of the cluster has, or has any more, the resources of one worker.
+        WorkItemFailed: an item failed for good. What is already done has been delivered.
+        WorkersFailed: a worker met an error that is not retryable (`cluster.errors`) when it started, or they fail to,
+            `max_retries` + 1 times in a row.
+        ClusterError: no node of the cluster has, or has any more, the resources of one worker.
     """
     if num_workers < 1 or max_in_flight_per_worker < 1 or max_retries < 0:
-        raise ValueError(
+        raise ClusterError(
             f"num_workers={num_workers} and max_in_flight_per_worker={max_in_flight_per_worker} must be at least 1, "
             f"max_retries={max_retries} at least 0"
         )
     _require_room(cpus_per_worker, gpus_per_worker)
-    pool: _Pool[Unit, Result] = _Pool(
+    pool: _Pool[Item, Result] = _Pool(
         make_worker=make_worker,
-        source=iter(units),
+        source=iter(items),
         options={"num_cpus": cpus_per_worker, "num_gpus": gpus_per_worker, "max_restarts": 0, "max_task_retries": 0},
         max_retries=max_retries,
         depth=max_in_flight_per_worker,
         on_result=on_result,
         on_retry=on_retry,
-        unit_name=unit_name,
-        lasting=lasting,
+        item_name=item_name,
     )
     try:
         return pool.run(num_workers)
@@ -122,41 +120,40 @@ class _Host:
     def start(self, make_worker: Callable[[], Worker[Any, Any]]) -> None:
         self._worker = make_worker()
 
-    def run(self, unit: Any) -> Any:
-        return self._worker.run(unit)
+    def run(self, item: Any) -> Any:
+        return self._worker.run(item)
 
 
 @dataclass(kw_only=True, eq=False)
-class _Job(Generic[Unit]):
-    """A unit on its way. One that was with others on a worker that died goes `alone` next: the guilty one is found."""
+class _Job(Generic[Item]):
+    """An item on its way. One that was with others on a worker that died goes `alone` next: the guilty one is found."""
 
-    unit: Unit
+    item: Item
     failures: int = 0
     alone: bool = False
 
 
 @dataclass(kw_only=True, eq=False)
-class _Seat(Generic[Unit]):
+class _Seat(Generic[Item]):
     """One actor, the reference that says it has started, and the jobs it holds, oldest first."""
 
     actor: Any
     starting: Any
-    jobs: dict[Any, _Job[Unit]] = field(default_factory=dict)
+    jobs: dict[Any, _Job[Item]] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
-class _Pool(Generic[Unit, Result]):
-    make_worker: Callable[[], Worker[Unit, Result]]
+class _Pool(Generic[Item, Result]):
+    make_worker: Callable[[], Worker[Item, Result]]
     source: Any
     options: dict[str, Any]
     max_retries: int
     depth: int
-    on_result: Callable[[Unit, Result], None]
-    on_retry: Callable[[Unit, str], None] | None
-    unit_name: Callable[[Unit], str]
-    lasting: Callable[[BaseException], bool]
-    waiting: deque[_Job[Unit]] = field(default_factory=deque)
-    seats: list[_Seat[Unit]] = field(default_factory=list)
+    on_result: Callable[[Item, Result], None]
+    on_retry: Callable[[Item, str], None] | None
+    item_name: Callable[[Item], str]
+    waiting: deque[_Job[Item]] = field(default_factory=deque)
+    seats: list[_Seat[Item]] = field(default_factory=list)
     failed_starts: int = 0
     summary: PoolSummary = field(default_factory=PoolSummary)
 
@@ -182,7 +179,7 @@ class _Pool(Generic[Unit, Result]):
         held = sum(len(seat.jobs) for seat in self.seats)
         while held + len(self.waiting) < wanted:
             try:
-                self.waiting.append(_Job(unit=next(self.source)))
+                self.waiting.append(_Job(item=next(self.source)))
             except StopIteration:
                 return False
         return True
@@ -193,22 +190,22 @@ class _Pool(Generic[Unit, Result]):
         actor: Any = ray.remote(_Host).options(**self.options).remote()
         self.seats.append(_Seat(actor=actor, starting=actor.start.remote(self.make_worker)))
 
-    def _feed(self, seat: _Seat[Unit]) -> None:
+    def _feed(self, seat: _Seat[Item]) -> None:
         if seat.starting is not None:
             return
         while len(seat.jobs) < self.depth:
             if not self.waiting:
                 try:
-                    self.waiting.append(_Job(unit=next(self.source)))
+                    self.waiting.append(_Job(item=next(self.source)))
                 except StopIteration:
                     return
             if seat.jobs and (self.waiting[0].alone or any(job.alone for job in seat.jobs.values())):
                 return
             job = self.waiting.popleft()
-            seat.jobs[seat.actor.run.remote(job.unit)] = job
+            seat.jobs[seat.actor.run.remote(job.item)] = job
 
-    def _settle(self, seat: _Seat[Unit], ref: Any) -> None:
-        """Take what became of `ref`: a start, a result, a unit's failure or the loss of the worker."""
+    def _settle(self, seat: _Seat[Item], ref: Any) -> None:
+        """Take what became of `ref`: a start, a result, an item's failure or the loss of the worker."""
         import ray
         from ray.exceptions import RayActorError, RayError, RayTaskError
 
@@ -230,23 +227,23 @@ class _Pool(Generic[Unit, Result]):
             else:
                 self._done(seat.jobs.pop(ref), value)
 
-    def _done(self, job: _Job[Unit], value: Result) -> None:
-        self.summary.units += 1
-        self.on_result(job.unit, value)
+    def _done(self, job: _Job[Item], value: Result) -> None:
+        self.summary.items += 1
+        self.on_result(job.item, value)
 
-    def _failed(self, job: _Job[Unit], detail: str, cause: BaseException | None) -> None:
+    def _failed(self, job: _Job[Item], detail: str, cause: BaseException | None) -> None:
         job.failures += 1
-        if job.failures > self.max_retries or (cause is not None and self.lasting(cause)):
-            raise UnitFailed(self.unit_name(job.unit), job.failures, detail) from cause
+        if job.failures > self.max_retries or (cause is not None and not is_retryable(cause)):
+            raise WorkItemFailed(self.item_name(job.item), job.failures, detail) from cause
         self._again(job, detail)
 
-    def _again(self, job: _Job[Unit], detail: str) -> None:
+    def _again(self, job: _Job[Item], detail: str) -> None:
         self.summary.repeated += 1
         self.waiting.appendleft(job)
         if self.on_retry is not None:
-            self.on_retry(job.unit, detail)
+            self.on_retry(job.item, detail)
 
-    def _replace(self, seat: _Seat[Unit], detail: str, cause: BaseException | None = None) -> None:
+    def _replace(self, seat: _Seat[Item], detail: str, cause: BaseException | None = None) -> None:
         """Give up a lost worker's seat, which the loop fills again; deliver what it had done, take back the rest."""
         import ray
         from ray.exceptions import RayError, RayTaskError
@@ -255,12 +252,12 @@ class _Pool(Generic[Unit, Result]):
         ray.kill(seat.actor)
         if seat.starting is not None:
             self.failed_starts += 1
-            if self.failed_starts > self.max_retries or (cause is not None and self.lasting(cause)):
+            if self.failed_starts > self.max_retries or (cause is not None and not is_retryable(cause)):
                 times = "" if self.failed_starts == 1 else f", {self.failed_starts} times in a row"
                 raise WorkersFailed(f"workers fail while they start{times}:\n{plain(detail)}") from cause
             return
         self.summary.workers_lost += 1
-        unfinished: list[_Job[Unit]] = []
+        unfinished: list[_Job[Item]] = []
         for ref, job in seat.jobs.items():
             try:
                 value = ray.get(ref, timeout=60)
@@ -293,7 +290,7 @@ def _require_room(cpus: float, gpus: float) -> None:
     if any(node.get("CPU", 0) >= cpus and node.get("GPU", 0) >= gpus for node in nodes):
         return
     most = [(node.get("CPU", 0), node.get("GPU", 0)) for node in nodes]
-    raise ValueError(
+    raise ClusterError(
         f"a worker wants {cpus:g} CPUs and {gpus:g} GPUs, and no node of the Ray cluster has them "
         f"(CPUs, GPUs of the nodes: {most}); lower cpus_per_worker or gpus_per_worker, or add a node"
     )

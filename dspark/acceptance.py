@@ -32,6 +32,7 @@ from dspark.calibration import (
     survival,
 )
 from dspark.decoding.scheduling import threshold
+from dspark.errors import DsparkError
 
 DRAWS = 1000
 
@@ -193,11 +194,11 @@ def threshold_sweep(
     """What each confidence threshold would have verified and accepted, from fully verified rounds.
 
     Shorter verification leaves the drafts and the rule's answers as they were, so a recorded round tells them exactly.
-    Raises ValueError when no round was verified in full with confidences.
+    Raises DsparkError when no round was verified in full with confidences.
     """
     use = (table.scheduled == table.slots) & table.with_confidence
     if not use.any():
-        raise ValueError("no round has both confidences and a fully verified block; evaluate with the full block")
+        raise DsparkError("no round has both confidences and a fully verified block; evaluate with the full block")
     part = _rows(table, use)
     logits = part.confidence_logits
     if temperatures is not None:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dspark.errors import DsparkError
+
 Floats = NDArray[np.float64]
 
 BINS = 20
@@ -21,7 +23,7 @@ DEFAULT_GRID: Floats = np.geomspace(0.1, 10.0, 161)
 MINIMUM_OUTCOMES = 50
 
 
-class CalibrationError(ValueError):
+class CalibrationError(DsparkError):
     """The data cannot be calibrated on, or measured, as given."""
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from dspark.errors import DsparkError
 from dspark.manifest import AGAIN, CheckpointError, read_json, require_intact
 
 FILE = "contract.json"
@@ -40,7 +41,7 @@ _CURES = {
 }
 
 
-class ContractMismatch(ValueError):
+class ContractMismatch(DsparkError):
     """Two parts of a run disagree on how states or blocks are to be read."""
 
 
@@ -64,11 +65,13 @@ class Contract:
         object.__setattr__(self, "target_layer_ids", tuple(int(layer) for layer in self.target_layer_ids))
         for name in ("target_name", "weights_sha256", "tokenizer_sha256", "chat_template_sha256"):
             if not isinstance(value := getattr(self, name), str):
-                raise ValueError(f"{name} is {value!r}, expected a text")
+                raise DsparkError(f"{name} is {value!r}, expected a text")
         if self.thinking not in ("off", "on", "mixed"):
-            raise ValueError(f"thinking mode {self.thinking!r} is not one of off, on, mixed (option `target.thinking`)")
+            raise DsparkError(
+                f"thinking mode {self.thinking!r} is not one of off, on, mixed (option `target.thinking`)"
+            )
         if self.block_layout not in (None, "anchor-first", "mask-first"):
-            raise ValueError(
+            raise DsparkError(
                 f"block layout {self.block_layout!r} is not one of anchor-first, mask-first "
                 "(option `drafter.block_layout`)"
             )
@@ -93,12 +96,12 @@ class Contract:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Contract:
-        """Raises ValueError when a field is missing or unknown: nothing is filled in by a default."""
+        """Raises DsparkError when a field is missing or unknown: nothing is filled in by a default."""
         names = {field.name for field in fields(cls)}
         if missing := sorted(names - set(values)):
-            raise ValueError(f"this contract lacks {', '.join(missing)}; it was written by another version or cut off")
+            raise DsparkError(f"this contract lacks {', '.join(missing)}; it was written by another version or cut off")
         if unknown := sorted(set(values) - names):
-            raise ValueError(f"this contract has unknown fields {', '.join(unknown)}; known are {', '.join(names)}")
+            raise DsparkError(f"this contract has unknown fields {', '.join(unknown)}; known are {', '.join(names)}")
         return cls(**{name: values[name] for name in names})
 
     def differences(self, other: Contract) -> list[tuple[str, Any, Any]]:

@@ -16,13 +16,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dspark.errors import DsparkError
+
 MANIFEST = "manifest.json"
 FORMAT = "dspark-drafter/2"
 UNSEALED_FORMAT = "dspark-native/1"  # of manifests that do not carry their own hash yet
 AGAIN = "fetch or publish it again"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(DsparkError):
     """A drafter's folder cannot be used; the message names the file, what is wrong with it, and the cure."""
 
 

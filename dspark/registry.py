@@ -11,6 +11,8 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from dspark.errors import DsparkError
+
 if TYPE_CHECKING:
     from dspark.models.base import Drafter
     from dspark.models.heads import SequentialHead
@@ -19,7 +21,7 @@ Part = TypeVar("Part")
 Registered = TypeVar("Registered")
 
 
-class SettingError(ValueError):
+class SettingError(DsparkError):
     """A setting has a value that cannot work; the message names value, allowed range and option."""
 
 
@@ -34,12 +36,12 @@ class Registry(Generic[Part]):
         self._modules, self._parts = modules, dict[str, Part]()
 
     def register(self, name: str) -> Callable[[Registered], Registered]:
-        """A decorator. Raises ValueError for a name that is taken."""
+        """A decorator. Raises DsparkError for a name that is taken."""
 
         def put(part: Registered) -> Registered:
             kept: Any = self._parts.setdefault(name, part)  # type: ignore[arg-type]
             if kept is not part:
-                raise ValueError(f"the {self.kind} {name!r} is taken by {kept.__module__}: register another name")
+                raise DsparkError(f"the {self.kind} {name!r} is taken by {kept.__module__}: register another name")
             return part
 
         return put

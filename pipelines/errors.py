@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dis
 import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any
 
-from cluster.lasting import LASTING_NUMBERS
+from cluster.errors import FULL_OR_READ_ONLY, ClusterError
+from dspark.errors import DsparkError
+from storage.errors import StorageError
 
-OWN_PACKAGES = ("dspark", "storage", "cluster", "pipelines")
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
 
 
@@ -23,25 +21,8 @@ class UserError(ValueError):
     """
 
 
-def is_users_mistake(error: BaseException) -> bool:
-    """Whether the message alone is for the user: a UserError, or a value or file error that our own code *raises*.
-
-    A ValueError that comes out of a library, or out of a builtin that we called wrongly, keeps its traceback.
-    """
-    if isinstance(error, UserError):
-        return True
-    return isinstance(error, (ValueError, OSError)) and _raised_by_us(error.__traceback__)
-
-
-def _raised_by_us(traceback: TracebackType | None) -> bool:
-    if traceback is None:
-        return False
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    code: Any = traceback.tb_frame.f_code.co_code
-    module = str(traceback.tb_frame.f_globals.get("__name__", ""))
-    explicit = code[traceback.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-    return explicit and module.partition(".")[0] in OWN_PACKAGES
+# What each package raises for the user; any other error is a fault of ours, and keeps its traceback.
+USER_ERRORS = (UserError, ClusterError, DsparkError, StorageError)
 
 
 def cannot_write(error: BaseException, directory: str) -> str | None:
@@ -51,11 +32,11 @@ def cannot_write(error: BaseException, directory: str) -> str | None:
     """
     filename = getattr(error, "filename", None)
     place = os.fsdecode(filename) if isinstance(filename, str | bytes) else ""
-    numbers = LASTING_NUMBERS + (NOT_ALLOWED if place and _is_below(place, directory) else ())
+    numbers = FULL_OR_READ_ONLY + (NOT_ALLOWED if place and _is_below(place, directory) else ())
     for number in numbers:
         reason = os.strerror(number)
         if (isinstance(error, OSError) and error.errno == number) or (
-            number in LASTING_NUMBERS and reason in str(error)
+            number in FULL_OR_READ_ONLY and reason in str(error)
         ):
             at = f" (at {place})" if place else ""
             return (
@@ -86,6 +67,12 @@ def for_the_user(directory: str) -> Iterator[None]:
     except Exception as error:
         if (message := cannot_write(error, directory)) is not None:
             raise UserError(message) from error
-        if is_users_mistake(error):
+        if isinstance(error, USER_ERRORS):
             raise UserError(str(error)) from error
+        from safetensors import SafetensorError
+
+        if isinstance(error, SafetensorError):
+            raise UserError(
+                f"a file of weights cannot be read ({error}): it is damaged or cut off; fetch it again"
+            ) from error
         raise

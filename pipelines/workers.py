@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pipelines.settings import Settings
     from pipelines.target_facts import TargetFacts
 
-Unit = TypeVar("Unit")
+Item = TypeVar("Item")
 
 
 def open_target(settings: Settings, facts: TargetFacts) -> Target:
@@ -39,53 +39,46 @@ def open_target(settings: Settings, facts: TargetFacts) -> Target:
 @contextmanager
 def session(settings: Settings, logs: str) -> Iterator[None]:
     """The run's Ray session; `logs` is where Ray's own logs go when something fails."""
-    from cluster.session import ClusterLost, ray_session
+    from cluster.session import ray_session
 
     cluster = settings.cluster
-    try:
-        with ray_session(
-            cluster.address,
-            num_cpus=cluster.num_cpus,
-            num_gpus=cluster.num_gpus,
-            object_store_bytes=cluster.object_store_bytes,
-            directory=None if "://" in logs else logs,
-        ):
-            yield
-    except ClusterLost as lost:
-        raise UserError(str(lost)) from lost
+    with ray_session(
+        cluster.address,
+        num_cpus=cluster.num_cpus,
+        num_gpus=cluster.num_gpus,
+        object_store_bytes=cluster.object_store_bytes,
+        directory=None if "://" in logs else logs,
+    ):
+        yield
 
 
 def on_pool(
     settings: Settings,
     make_worker: Callable[[], Any],
-    units: Iterable[Unit],
+    items: Iterable[Item],
     *,
     workers: int,
-    on_result: Callable[[Unit, Any], None],
-    unit_name: Callable[[Unit], str],
+    on_result: Callable[[Item, Any], None],
+    item_name: Callable[[Item], str],
 ) -> None:
-    """Do `units` on a pool of workers with the resources that the settings give each of them.
+    """Do `items` on a pool of workers with the resources that the settings give each of them.
 
     Raises UserError for what is the user's to mend, wherever a worker met it.
     """
-    from safetensors import SafetensorError
-
-    from cluster.lasting import is_lasting
-    from cluster.work_pool import UnitFailed, WorkersFailed, run_units
+    from cluster.work_pool import WorkersFailed, WorkItemFailed, run_work_items
 
     cluster = settings.cluster
     try:
-        run_units(
+        run_work_items(
             partial(_Worker, make_worker, settings.run.directory),
-            units,
+            items,
             num_workers=workers,
             cpus_per_worker=cluster.cpus_per_worker,
             gpus_per_worker=cluster.gpus_per_worker,
             on_result=on_result,
-            unit_name=unit_name,
-            lasting=partial(is_lasting, others=(SafetensorError,)),
+            item_name=item_name,
         )
-    except (UnitFailed, WorkersFailed) as failed:
+    except (WorkItemFailed, WorkersFailed) as failed:
         if isinstance(failed.__cause__, UserError):
             raise UserError(str(failed.__cause__)) from failed
         raise
@@ -99,6 +92,6 @@ class _Worker:
         with for_the_user(directory):
             self._worker = make_worker()
 
-    def run(self, unit: Any) -> Any:
+    def run(self, item: Any) -> Any:
         with for_the_user(self._directory):
-            return self._worker.run(unit)
+            return self._worker.run(item)

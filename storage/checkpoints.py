@@ -28,7 +28,7 @@ from typing_extensions import TypedDict
 
 from storage.cache.records import seal, unseal
 from storage.cache.schema import STRICT, Count, Sha256, checked, parse_json
-from storage.errors import CheckpointCorrupt, StorageCorrupt, StorageError
+from storage.errors import CheckpointCorrupt, MissingFile, StorageCorrupt, StorageError
 from storage.files.filesystems import TEMPORARY_SUFFIX, Folder, full_disk_named, sync_folder, temporary_name
 from storage.files.names import path_inside
 
@@ -144,7 +144,7 @@ def adopt_folder(
                 "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
             }
     if not files:
-        raise FileNotFoundError(f"{folder} holds no files; nothing to make a checkpoint of")
+        raise MissingFile(f"{folder} holds no files; nothing to make a checkpoint of")
     for inner in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
         sync_folder(inner)
     final = root / checkpoint_name(step)
@@ -233,7 +233,7 @@ def load_checkpoint(
     """Read a checkpoint that `save_checkpoint` wrote. CheckpointCorrupt names damaged files."""
     path = Path(path)
     if not path.is_dir():
-        raise FileNotFoundError(f"no checkpoint at {path}; check the path, or train first")
+        raise MissingFile(f"no checkpoint at {path}; check the path, or train first")
     damaged = damaged_files(path) if check_hashes else []
     if damaged:
         raise CheckpointCorrupt(

@@ -31,3 +31,15 @@ class CheckpointCorrupt(StorageCorrupt):
 
 class UnsafeName(StorageCorrupt):
     """A file names another one that does not lie in its own folder."""
+
+
+class MissingFile(StorageError, FileNotFoundError):
+    """There is no such file, cache or checkpoint."""
+
+
+class NotAllowed(StorageError, PermissionError):
+    """The file system or the store does not let this process do it."""
+
+
+class StoreFailed(StorageError, OSError):
+    """A store went on failing, or kept something else than it was given."""

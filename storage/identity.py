@@ -7,10 +7,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from storage.errors import StorageError
+
 MISSING = "(missing)"
 
 
-class IdentityMismatch(ValueError):
+class IdentityMismatch(StorageError):
     """Something already stored was made from other inputs than those asked for."""
 
     def __init__(self, message: str, differences: Sequence[tuple[str, Any, Any]]) -> None:

@@ -24,11 +24,12 @@ from dspark.decoding.proposers import Committed, Proposal, Proposer, proposer_fo
 from dspark.decoding.rounds import Commit, Completion, FinishReason, Request, RoundEvent, commit
 from dspark.decoding.sampling import Purpose, SamplingConfig, Verdict, sample, uniforms, verify
 from dspark.decoding.scheduling import FullBlock, LengthPolicy
+from dspark.errors import DsparkError
 
 __all__ = ["Completion", "Decoder", "Request", "RequestError", "RoundEvent", "SamplingConfig"]
 
 
-class RequestError(ValueError):
+class RequestError(DsparkError):
     """A request cannot be decoded as it stands; the message names it."""
 
 

@@ -20,11 +20,13 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from dspark.errors import DsparkError
+
 ATTENTION_NAME = "dspark_ragged"
 _CLEAN_STEP = 128
 
 
-class CacheFull(ValueError):
+class CacheFull(DsparkError):
     """A row would grow past the storage; the message says which option gives it more room."""
 
 
@@ -182,7 +184,7 @@ def ragged_attention(
     Queries of the heads that share a key-value head are laid side by side, so keys and values are never repeated.
     """
     if ragged_step is None:
-        raise ValueError(f"{type(module).__name__} does not hand keyword arguments to its attention function")
+        raise DsparkError(f"{type(module).__name__} does not hand keyword arguments to its attention function")
     step = ragged_step
     packed = query[0].transpose(0, 1)  # [N, Hq, D]
     if step.together:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dspark.decoding.sampling import SamplingConfig, draw, probabilities
+from dspark.errors import DsparkError
 from dspark.models.base import Drafter
 
 
@@ -78,7 +79,7 @@ def proposer_for(drafter: Any, target: Any) -> Proposer:
     raise ProposerError(f"{type(drafter).__name__} is no drafter: the decoder takes a Drafter or a Proposer")
 
 
-class ProposerError(ValueError):
+class ProposerError(DsparkError):
     """The drafter does not fit the target it is to draft for."""
 
 

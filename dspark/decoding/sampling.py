@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dspark.errors import DsparkError
+
 _TOP_CANDIDATES = 1024
 
 
-class SamplingError(ValueError):
+class SamplingError(DsparkError):
     """A sampling setting is out of range."""
 
 

@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dspark.calibration import Floats
+from dspark.errors import DsparkError
 
 
-class SchedulingError(ValueError):
+class SchedulingError(DsparkError):
     """A policy or a cost table cannot be used as given."""
 
 

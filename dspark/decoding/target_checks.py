@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dspark.errors import DsparkError
+
 PARTS = ("layers", "norm", "embed_tokens")
 
 
-class TargetError(ValueError):
+class TargetError(DsparkError):
     """The target cannot be opened or read the way this pipeline needs."""
 
 

@@ -15,6 +15,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark.errors import DsparkError
+
 AnchorRule = Literal["paper", "any_prefix"]
 MAX_BLOCK_SIZE = 64
 
@@ -23,12 +25,12 @@ def loss_mask_of(spans: Sequence[tuple[int, int]], length: int) -> NDArray[np.bo
     """The tokens that are labels, from half-open supervised spans: a mask [S].
 
     Raises:
-        ValueError: a span is reversed or leaves the sequence.
+        DsparkError: a span is reversed or leaves the sequence.
     """
     mask = np.zeros(length, dtype=bool)
     for start, end in spans:
         if not 0 <= start <= end <= length:
-            raise ValueError(f"supervised span ({start}, {end}) does not fit a sequence of {length} tokens")
+            raise DsparkError(f"supervised span ({start}, {end}) does not fit a sequence of {length} tokens")
         mask[start:end] = True
     return mask
 
@@ -41,7 +43,7 @@ def eligible_anchors(loss_mask: NDArray[np.bool_], *, rule: AnchorRule = "paper"
     """
     loss_mask = np.asarray(loss_mask, dtype=bool)
     if rule not in ("paper", "any_prefix"):
-        raise ValueError(f"anchor_rule is {rule!r}; allowed: 'paper', 'any_prefix' (option `train.anchor_rule`)")
+        raise DsparkError(f"anchor_rule is {rule!r}; allowed: 'paper', 'any_prefix' (option `train.anchor_rule`)")
     labelled = loss_mask[1:]
     eligible = labelled & loss_mask[:-1] if rule == "paper" else labelled
     positions = np.flatnonzero(eligible).astype(np.int64)
@@ -73,7 +75,7 @@ def draw_anchors(
     therefore does not depend on the order of samples, and a larger `num_anchors` only adds anchors to a smaller one.
     """
     if num_anchors < 1:
-        raise ValueError(f"num_anchors is {num_anchors}; allowed: 1 or more (option `train.num_anchors`)")
+        raise DsparkError(f"num_anchors is {num_anchors}; allowed: 1 or more (option `train.num_anchors`)")
     eligible = eligible_anchors(loss_mask, rule=rule, first=first)
     if len(eligible) <= num_anchors:
         return eligible
@@ -88,7 +90,7 @@ def draw_anchors(
 def weight_by_length(block_size: int, position_decay: float) -> NDArray[np.float64]:
     """Weight of a block by its number of supervised slots [G+1]: the running sum of exp(-k / position_decay)."""
     if position_decay <= 0:
-        raise ValueError(
+        raise DsparkError(
             f"position_decay is {position_decay}; allowed: above 0, infinite for equal weights "
             "(option `train.loss.position_decay`)"
         )

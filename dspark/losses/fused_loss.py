@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dspark.config import DrafterConfig
+from dspark.errors import DsparkError
 from dspark.losses.losses import NORMALIZER_EPSILON, TINY, LossConfig, SlotValues, loss_terms
 from dspark.losses.micro_batch import MicroBatch, Teacher
 from dspark.losses.output_head import (
@@ -146,7 +147,7 @@ def fused_loss(
         head: from `output_head_of(drafter)`, to save making it at every step.
 
     Raises:
-        ValueError: a confidence term without a confidence head.
+        DsparkError: a confidence term without a confidence head.
     """
     head = head or output_head_of(drafter)
     sequential = drafter.sequential_head
@@ -168,7 +169,7 @@ def fused_loss(
             bias_weight = bias_weight[head.draft_token_ids]
     confidence_logits = drafter.confidence_logits(at_slots(states), at_slots(batch.previous_ids))
     if "confidence_logits" in config.reads and confidence_logits is None:
-        raise ValueError(
+        raise DsparkError(
             "a loss term reads the confidence head, which this drafter lacks: set `train.loss.confidence` to 0"
         )
     total, values = slot_losses(
@@ -299,16 +300,16 @@ def slot_losses(
         The scalar loss, in at least float32, and the values of each slot in the order given.
 
     Raises:
-        ValueError: half of the bias or of the teacher is missing, or a shape contradicts the head.
+        DsparkError: half of the bias or of the teacher is missing, or a shape contradicts the head.
     """
     if (bias_states is None) != (bias_weight is None) or (teacher is None) != (teacher_row is None):
-        raise ValueError("bias_states come with bias_weight, and teacher with teacher_row: give both or neither")
+        raise DsparkError("bias_states come with bias_weight, and teacher with teacher_row: give both or neither")
     if bias_weight is not None and len(bias_weight) != head.draft_size:
-        raise ValueError(f"bias_weight has {len(bias_weight)} rows, the draft vocabulary {head.draft_size} tokens")
+        raise DsparkError(f"bias_weight has {len(bias_weight)} rows, the draft vocabulary {head.draft_size} tokens")
     if teacher is None and config.needs_teacher:
-        raise ValueError("only the CE term works without a teacher: set the other terms to 0, or give one")
+        raise DsparkError("only the CE term works without a teacher: set the other terms to 0, or give one")
     if confidence_logits is None and "confidence_logits" in config.reads:
-        raise ValueError("the confidence term needs confidence logits: set it to 0 for a drafter without that head")
+        raise DsparkError("the confidence term needs confidence logits: set it to 0 for a drafter without that head")
     if head.draft_index is not None:
         labels = head.draft_index[labels]
     order = torch.arange(len(states), device=states.device)

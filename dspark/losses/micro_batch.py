@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dspark.errors import DsparkError
 from dspark.losses.anchors import MAX_BLOCK_SIZE, loss_mask_of
 
 Integers = NDArray[np.int64]
@@ -150,14 +151,14 @@ class BlockLabels:
 def block_labels(input_ids: Integers, loss_mask: NDArray[np.bool_], anchors: Integers, block_size: int) -> BlockLabels:
     """Labels of every slot; a block's loss ends before its first label outside the sequence or the loss mask [S]."""
     if not 1 <= block_size <= MAX_BLOCK_SIZE:
-        raise ValueError(f"block_size is {block_size}; allowed: 1 to {MAX_BLOCK_SIZE} (option `drafter.block_size`)")
+        raise DsparkError(f"block_size is {block_size}; allowed: 1 to {MAX_BLOCK_SIZE} (option `drafter.block_size`)")
     input_ids, loss_mask = np.asarray(input_ids, dtype=np.int64), np.asarray(loss_mask, dtype=bool)
     anchors = np.asarray(anchors, dtype=np.int64)
     length = len(input_ids)
     if loss_mask.shape != input_ids.shape:
-        raise ValueError(f"the loss mask has shape {loss_mask.shape}, the token ids {input_ids.shape}")
+        raise DsparkError(f"the loss mask has shape {loss_mask.shape}, the token ids {input_ids.shape}")
     if len(anchors) and not 0 <= anchors.min() <= anchors.max() < length:
-        raise ValueError(f"anchors span {anchors.min()}..{anchors.max()}, outside a sequence of {length} tokens")
+        raise DsparkError(f"anchors span {anchors.min()}..{anchors.max()}, outside a sequence of {length} tokens")
     slots = anchors[:, None] + np.arange(block_size)  # [A, G] position fed to each slot
     inside = slots + 1 < length
     label_at = np.where(inside, slots + 1, 0)
@@ -179,18 +180,18 @@ def make_micro_batch(
     `trim_context` drops each sequence's tokens after its last anchor, which no block may see.
 
     Raises:
-        ValueError: no row has an anchor, a teacher (position) is missing, or the rows are of different kinds.
+        DsparkError: no row has an anchor, a teacher (position) is missing, or the rows are of different kinds.
     """
     if len(rows) != len(anchors):
-        raise ValueError(f"{len(rows)} samples, but anchors for {len(anchors)}")
+        raise DsparkError(f"{len(rows)} samples, but anchors for {len(anchors)}")
     kept = [
         (row, np.sort(np.asarray(chosen, np.int64))) for row, chosen in zip(rows, anchors, strict=True) if len(chosen)
     ]
     if not kept:
-        raise ValueError("none of the samples has an anchor: nothing to train on")
+        raise DsparkError("none of the samples has an anchor: nothing to train on")
     widths = sorted({row.features.shape[1] for row, _ in kept})
     if len(widths) > 1:
-        raise ValueError(f"samples have hidden states of widths {widths}; one micro-batch takes one width")
+        raise DsparkError(f"samples have hidden states of widths {widths}; one micro-batch takes one width")
     columns: dict[str, list[np.ndarray]] = {
         name: [] for name in (*(field.name for field in dataclasses.fields(BlockLabels)), "teacher_index")
     }
@@ -198,7 +199,7 @@ def make_micro_batch(
     for row, chosen in kept:
         tokens = row.input_ids.numpy()
         if len(row.features) != len(tokens):
-            raise ValueError(
+            raise DsparkError(
                 f"sample {row.sample_id!r} has {len(tokens)} tokens but hidden states for {len(row.features)}"
             )
         labels = block_labels(tokens, loss_mask_of(row.spans, len(tokens)), chosen, block_size)
@@ -236,13 +237,13 @@ def _teacher_at(row: RowLike, needed: Integers) -> Teacher:
     """The row's teacher at positions `needed`, ascending."""
     found = row.teacher
     if found is None or (found.last_hidden_state is None and found.tail_mass is None):
-        raise ValueError(f"sample {row.sample_id!r} has no teacher; build the cache with cache.teacher_codec")
+        raise DsparkError(f"sample {row.sample_id!r} has no teacher; build the cache with cache.teacher_codec")
     available = row.teacher_positions.numpy()
     at = np.searchsorted(available, needed)
     there = at < len(available)
     there[there] = available[at[there]] == needed[there]
     if not there.all():
-        raise ValueError(
+        raise DsparkError(
             f"sample {row.sample_id!r} has no teacher at positions {needed[~there][:5].tolist()}, whose next token is "
             "supervised; the cache was built with other spans: rebuild it"
         )
@@ -257,11 +258,11 @@ def _join(teachers: Sequence[Teacher]) -> Teacher:
         parts = [part for teacher in teachers if (part := getattr(teacher, field.name)) is not None]
         whole = len(parts) == len(teachers)
         if parts and not whole and field.name != "log_normalizers":
-            raise ValueError(
+            raise DsparkError(
                 f"some samples have a teacher's {field.name} and some have none; one micro-batch takes one kind"
             )
         if len({part.shape[1:] for part in parts}) > 1:
-            raise ValueError(
+            raise DsparkError(
                 f"samples have a teacher's {field.name} in different widths; one micro-batch takes one width"
             )
         fields[field.name] = torch.cat(parts) if whole else None
@@ -287,9 +288,9 @@ def plan_micro_batches(
     fewer samples than micro-batches some are empty: their rank takes the step with a loss of zero. Deterministic.
     """
     if max_tokens < 1 or ranks < 1:
-        raise ValueError(f"max_tokens is {max_tokens} and ranks is {ranks}; both must be at least 1")
+        raise DsparkError(f"max_tokens is {max_tokens} and ranks is {ranks}; both must be at least 1")
     if len(context_tokens) != len(anchor_counts):
-        raise ValueError(f"{len(context_tokens)} lengths, but anchor counts for {len(anchor_counts)}")
+        raise DsparkError(f"{len(context_tokens)} lengths, but anchor counts for {len(anchor_counts)}")
     work = [
         work_of(tokens, blocks, block_size) if blocks else 0
         for tokens, blocks in zip(context_tokens, anchor_counts, strict=True)

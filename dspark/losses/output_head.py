@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dspark.errors import DsparkError
 from dspark.losses.micro_batch import Teacher
 
 
@@ -27,13 +28,13 @@ class OutputHead:
     def create(
         cls, weight: Tensor, *, soft_cap: float | None = None, draft_token_ids: Tensor | None = None
     ) -> OutputHead:
-        """Raises ValueError when a draft token is not a row of `weight`."""
+        """Raises DsparkError when a draft token is not a row of `weight`."""
         weight = weight.detach()
         if draft_token_ids is None:
             return cls(weight=weight, soft_cap=soft_cap, draft_weight=weight, draft_token_ids=None, draft_index=None)
         ids = draft_token_ids.to(weight.device, torch.int64)
         if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= len(weight):
-            raise ValueError(f"draft_token_ids must lie in 0..{len(weight) - 1}, the rows of the target's head")
+            raise DsparkError(f"draft_token_ids must lie in 0..{len(weight) - 1}, the rows of the target's head")
         index = torch.full((len(weight),), -1, device=weight.device)
         index[ids] = torch.arange(len(ids), device=weight.device)
         return cls(weight=weight, soft_cap=soft_cap, draft_weight=weight[ids], draft_token_ids=ids, draft_index=index)

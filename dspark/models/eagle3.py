@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dspark.config import DrafterConfig, bad_setting
+from dspark.errors import DsparkError
 from dspark.losses.micro_batch import MicroBatch
 from dspark.models.backbone import DraftAttention, GatedMLP, RMSNorm, Rotation
 from dspark.models.base import NO_HEADS, Choose, Drafter, OutputWeights, vllm_command
@@ -132,11 +133,11 @@ class Eagle3(Drafter):
         """Post-`norm` states [N, G, d] of unrolled steps; step i is for the token at anchor + i + 1.
 
         Step i's query sees the context's keys strictly before t = anchor - 1 and, at t, the keys of steps 0 to i.
-        Raises ValueError for an anchor that is its sequence's first token: there is no state before it.
+        Raises DsparkError for an anchor that is its sequence's first token: there is no state before it.
         """
         last = batch.block_anchor - 1  # t of each block
         if bool((batch.positions[batch.block_anchor] == 0).any()):
-            raise ValueError("EAGLE-3 reads the state before the anchor: a sequence's first token cannot be an anchor")
+            raise DsparkError("EAGLE-3 reads the state before the anchor: a sequence's first token cannot be an anchor")
         layer, attention = self.layer, self.layer.self_attn
         context = self.project_context(batch.hidden_states)
         # The last token's pair lies in the next sequence, or nowhere; no block sees it.

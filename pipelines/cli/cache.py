@@ -236,14 +236,14 @@ def _progress(what: str, quiet: bool) -> Iterator[Callable[[Any], None]]:
 
     Raises UserError for what the system refuses (a folder that cannot be made or written, a full disk).
     """
-    from pipelines.errors import is_users_mistake
+    from pipelines.errors import USER_ERRORS
     from pipelines.progress import Reporter
 
     with Reporter(quiet=quiet).task(what, unit="tokens") as task:
         try:
             yield lambda record: task.advance(record["tokens"], bytes_per_token=record["bytes"] / record["tokens"])
         except OSError as error:
-            if is_users_mistake(error):
+            if isinstance(error, USER_ERRORS):
                 raise
             raise UserError(
                 f"{what}: {error}; mend that, or give another folder, and the same command goes on from here"

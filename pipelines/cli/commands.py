@@ -23,7 +23,7 @@ from typer._click.exceptions import ClickException  # typer has no public name f
 
 from pipelines.cli import cache, cluster, tools
 from pipelines.cli.tools import accepted_lengths_text
-from pipelines.errors import for_the_user, is_users_mistake
+from pipelines.errors import USER_ERRORS, for_the_user
 from storage.files.masking import mask
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the reader went away; nothing is left to flush to
             raise SystemExit(0) from None
         except Exception as error:
-            if os.environ.get("DSPARK_TRACEBACK") or not is_users_mistake(error):
+            if os.environ.get("DSPARK_TRACEBACK") or not isinstance(error, USER_ERRORS):
                 print(mask(traceback.format_exc()), end="", file=sys.stderr)
                 raise SystemExit(1) from None
             print(f"dspark: {mask(str(error))}", file=sys.stderr)

@@ -28,6 +28,7 @@ from dspark.calibration import (
     survival,
     table_for,
 )
+from pipelines.errors import UserError
 from pipelines.evaluation.round_log import columns
 
 MEAN = "mean"
@@ -207,7 +208,7 @@ def confidence(events: pa.Table, calibration: Mapping[str, Any] | None) -> list[
         used = slot_calibration(calibration, temperature)
         if used is not None and len(used.temperatures) != table.slots:
             count = len(used.temperatures)
-            raise ValueError(
+            raise UserError(
                 f"{count} temperatures for events of a block of {table.slots}; calibrate this drafter again"
             )
         record: dict[str, Any] = {"drafter": name, "temperature": temperature, "rounds": len(table)}

@@ -21,6 +21,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipelines.errors import UserError
+from storage.errors import MissingFile
 from storage.files.filesystems import TEMPORARY_SUFFIX, Folder
 
 # What a row is about; the same columns lead both tables.
@@ -74,7 +76,7 @@ _ROUND_FIELDS = [field.name for field in EVENT_SCHEMA if field not in LABEL_FIEL
 _MISSING = {"f": np.nan, "i": -1, "b": False}
 
 
-class EventsMismatch(ValueError):
+class EventsMismatch(UserError):
     """Events that lie here were recorded under other circumstances than those asked for."""
 
 
@@ -193,7 +195,7 @@ class EventLog:
                 rows.append(json.loads(table.schema.metadata[b"completion"]))
                 events.append(table.replace_schema_metadata(None))
         if wanted is not None and (missing := wanted - seen):
-            raise FileNotFoundError(
+            raise MissingFile(
                 f"{len(missing)} of {len(wanted)} completions are not in {self.folder}; run the evaluation again, it "
                 "goes on with those"
             )
@@ -239,7 +241,7 @@ def _read_all(paths: Sequence[str | os.PathLike[str]], schema: pa.Schema) -> pa.
         parent, _, name = os.fspath(path).rpartition("/")
         table = _read(Folder(parent or "."), name)
         if missing := [column for column in schema.names if column not in table.schema.names]:
-            raise ValueError(
+            raise UserError(
                 f"{path} lacks the columns {', '.join(missing)}: it is no event file of this version; evaluate again"
             )
         tables.append(table.select(schema.names).cast(schema).replace_schema_metadata(None))
@@ -250,7 +252,7 @@ def _read(folder: Folder, name: str) -> pa.Table:
     try:
         return pq.read_table(pa.BufferReader(folder.read(name)))
     except pa.ArrowInvalid as error:
-        raise ValueError(
+        raise UserError(
             f"{folder.describe(name)} is no Parquet file ({error}); remove it and evaluate again"
         ) from error
 

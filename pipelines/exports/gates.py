@@ -25,6 +25,7 @@ from dspark.config import DrafterConfig, SettingError
 from dspark.families import FAMILIES
 from dspark.models.checkpoint import load_drafter
 from dspark.registry import algorithms
+from pipelines.errors import UserError
 from pipelines.exports.reader import ARCHITECTURES, OUTSIDE, Draft, open_folder
 
 EVERY_KEY = (
@@ -35,7 +36,7 @@ EVERY_KEY = (
 PROBE_ROUNDS = 4
 
 
-class GateFailed(ValueError):
+class GateFailed(UserError):
     """The checkpoint is not published: a gate found something that a server would stumble over."""
 
 

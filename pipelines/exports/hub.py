@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.manifest import MANIFEST, require_intact
+from pipelines.errors import UserError
 
 RETRIED = (408, 429, 500, 502, 503, 504)
 
@@ -31,7 +32,7 @@ class HubSettings:
     longest_wait: float = 300.0
 
 
-class UploadFailed(ValueError):
+class UploadFailed(UserError):
     """The hub refused, or could not be reached often enough; what is already there stays, doing it again goes on."""
 
 

@@ -17,13 +17,14 @@ from typing import Any
 
 from dspark.config import DrafterConfig
 from dspark.manifest import new_folder, read_manifest
+from pipelines.errors import UserError
 from pipelines.exports import gates
 from pipelines.exports.card import model_card
 
 SPECULATORS = "speculators"
 
 
-class PublishError(ValueError):
+class PublishError(UserError):
     """What is to be published does not fit together."""
 
 

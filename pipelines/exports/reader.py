@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipelines.errors import UserError
+
 MASK_FIRST = "DFlashDraftModel"
 EAGLE3 = "Qwen3Eagle3Model"
 ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel", MASK_FIRST, EAGLE3)
@@ -53,7 +55,7 @@ def open_folder(folder: str | Path, embedding: Tensor | None = None, head: Tenso
         config = from_speculators(config)
     architecture = config["architectures"][0]
     if architecture not in ARCHITECTURES:
-        raise ValueError(f"{folder} holds a {architecture}; this reader knows {', '.join(ARCHITECTURES)}")
+        raise UserError(f"{folder} holds a {architecture}; this reader knows {', '.join(ARCHITECTURES)}")
     if architecture == EAGLE3:
         from pipelines.exports.eagle3_reader import Eagle3Reader
 
@@ -68,7 +70,7 @@ def from_speculators(config: dict[str, Any]) -> dict[str, Any]:
     if kind == "eagle3":
         for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
             if config[key]:
-                raise ValueError(f"{key} is set; this reader knows EAGLE-3 without it")
+                raise UserError(f"{key} is set; this reader knows EAGLE-3 without it")
         ids = [layer_id - 1 for layer_id in config["eagle_aux_hidden_state_layer_ids"]]
         return {**layer, "architectures": [EAGLE3], "target_layer_ids": ids, "ttt_length": tokens}
     found = {**layer, "target_layer_ids": [layer_id - 1 for layer_id in config["aux_hidden_state_layer_ids"]]}
@@ -123,7 +125,7 @@ class Reader(ABC):
         elif kind == "gelu_pytorch_tanh":
             gate = torch.nn.functional.gelu(gate, approximate="tanh")
         else:
-            raise ValueError(f"this reader does not know the activation {kind!r}")
+            raise UserError(f"this reader does not know the activation {kind!r}")
         return (gate * (x @ self._weight(name + "up_proj").T)) @ self._weight(name + "down_proj").T
 
     def _weight(self, name: str) -> Tensor:
@@ -166,7 +168,7 @@ def _drafted(tensors: dict[str, Tensor]) -> Tensor | None:
         return None
     ids = offsets.long() + torch.arange(len(offsets))
     if inside is not None and not torch.equal(inside.nonzero().flatten(), ids):
-        raise ValueError("d2t and t2d name different draft tokens")
+        raise UserError("d2t and t2d name different draft tokens")
     return ids
 
 

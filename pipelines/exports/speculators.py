@@ -22,11 +22,12 @@ from dspark.config import DrafterConfig
 from dspark.models.checkpoint import SHARED_TENSORS
 from dspark.models.draft_vocabulary import engine_mapping
 from dspark.registry import algorithms
+from pipelines.errors import UserError
 
 VERSION = "0.9.0"
 
 
-class LayoutError(ValueError):
+class LayoutError(UserError):
     """This drafter has no form in the layout; the message names the option that asks for it."""
 
 

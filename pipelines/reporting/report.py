@@ -19,11 +19,13 @@ from typing import Any
 
 import pyarrow as pa
 
+from pipelines.errors import UserError
 from pipelines.evaluation import figures, quality
 from pipelines.evaluation.round_log import COMPLETION_SCHEMA, EVENT_SCHEMA
 from pipelines.evaluation.samples import Decode, sample_texts
 from pipelines.reporting.markdown import render_markdown
 from pipelines.reporting.page import render_page
+from storage.errors import MissingFile
 from storage.files.filesystems import Folder
 
 SCHEMA = "dspark-report/2"
@@ -110,10 +112,10 @@ def render_report(folder: str | os.PathLike[str]) -> None:
     """Render index.html and report.md again from the report.json that lies in the folder."""
     out = Folder(folder)
     if not out.exists("report.json"):
-        raise FileNotFoundError(f"{out.describe('report.json')} does not exist; `dspark evaluate` makes a report")
+        raise MissingFile(f"{out.describe('report.json')} does not exist; `dspark evaluate` makes a report")
     report = json.loads(out.read("report.json"))
     if report.get("schema") != SCHEMA:
-        raise ValueError(
+        raise UserError(
             f"{out.describe('report.json')} has the schema {report.get('schema')!r}, this version renders {SCHEMA!r}; "
             "evaluate again"
         )

@@ -171,7 +171,7 @@ def build(
                 task.advance(unit.tokens, bytes_per_token=result["bytes_per_token"])
 
         def run_pool(units: Sequence[CaptureUnit], workers: int) -> None:
-            on_pool(settings, make_worker, units, workers=workers, on_result=finished, unit_name=str)
+            on_pool(settings, make_worker, units, workers=workers, on_result=finished, item_name=str)
 
         if todo:
             run_pool(todo, settings.cache.num_workers)
@@ -256,7 +256,7 @@ def _create(
             [unit],
             workers=1,
             on_result=lambda unit, result: None,
-            unit_name=lambda unit: "fit of the codecs",
+            item_name=lambda unit: "fit of the codecs",
         )
     return create_or_resume(root, plan)
 

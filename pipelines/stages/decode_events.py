@@ -130,7 +130,7 @@ def decode_all(plan: DecodePlan, units: Sequence[DecodeUnit], workers: int, repo
                 todo,
                 workers=workers,
                 on_result=finished,
-                unit_name=str,
+                item_name=str,
             )
     log.merge()
     cure = "remove it and run the same command again, which decodes these prompts anew"

@@ -140,7 +140,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
             [FindUnit(judged=tuple(judged), sample=tuple(sample))],
             workers=1,
             on_result=lambda unit, result: found.update(result),
-            unit_name=lambda unit: "directions and candidates",
+            item_name=lambda unit: "directions and candidates",
         )
     Folder(root).write(FINDINGS, json.dumps(found, indent=1).encode())
     return {

@@ -122,7 +122,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
                 todo,
                 workers=settings.regenerate.num_workers,
                 on_result=finished,
-                unit_name=lambda item: item.name,
+                item_name=lambda item: item.name,
             )
     answers = read_answers(folder, prompts, places)
     result = _join(settings, facts, Folder(run.location("regenerate")), answers, splits)

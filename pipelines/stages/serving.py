@@ -79,7 +79,7 @@ def measure_serving(
                 todo,
                 workers=1,
                 on_result=lambda unit, result: task.advance(1, now=str(unit), **result),
-                unit_name=str,
+                item_name=str,
             )
     log.merge()
     return {"serving_units": len(units)}

@@ -78,7 +78,7 @@ def find_step_costs(plan: DecodePlan, reporter: Reporter) -> dict[float, dict[st
                 temperatures,
                 workers=1,
                 on_result=finished,
-                unit_name=lambda temperature: f"step costs at temperature {temperature:g}",
+                item_name=lambda temperature: f"step costs at temperature {temperature:g}",
             )
     rows = [{"temperature": temperature, **costs} for temperature, costs in sorted(found.items())]
     folder.write(STEP_COSTS, (json.dumps(rows, indent=1) + "\n").encode())

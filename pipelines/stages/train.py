@@ -15,7 +15,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,15 +164,10 @@ def train_on(
 
 def _run(*arguments: Any, **options: Any) -> None:
     """`run_group`; what is for the user comes as a UserError, and a request to stop goes on to this process."""
-    from safetensors import SafetensorError
-
-    from cluster.lasting import is_lasting
     from cluster.train_group import TrainingFailed, TrainingStopped, run_group
-    from pipelines.training.loop import TrainingCannotGoOn
 
-    lasting = partial(is_lasting, others=(TrainingCannotGoOn, SafetensorError))
     try:
-        run_group(*arguments, **options, lasting=lasting)
+        run_group(*arguments, **options)
     except TrainingStopped as stopped:
         signal.raise_signal(stopped.number)
         raise KeyboardInterrupt from stopped  # where nobody answers to that signal

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from dspark.losses.anchors import AnchorRule, anchors_weight, draw_anchors, loss_mask_of
 from dspark.losses.micro_batch import MicroBatch, Teacher, make_micro_batch, plan_micro_batches
+from pipelines.errors import UserError
 from storage.cache.read_ahead import ReadAhead
 from storage.order import global_batches, position, steps_per_epoch
 
@@ -145,7 +146,7 @@ class StepPlan:
             _, chosen = self._draw(row, 0)
             if len(chosen):
                 return PlannedMicroBatch(rows=(self.rows.numbers[row],), anchors=(chosen[:1],))
-        raise ValueError("no sample has a position where a block may start: nothing is supervised")
+        raise UserError("no sample has a position where a block may start: nothing is supervised")
 
     def _draw(self, row: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """A sample's loss mask and the anchors of this epoch."""
@@ -204,7 +205,7 @@ class MicroBatchReader:
             return row
         if teacher.source is not None:
             if self._upper_layers is None:
-                raise ValueError(f"sample {row.sample_id!r}: its teacher is recomputed by the target's upper layers")
+                raise UserError(f"sample {row.sample_id!r}: its teacher is recomputed by the target's upper layers")
             states = self._upper_layers(teacher.source)[row.teacher_positions].to(self.dtype)
             teacher = dataclasses.replace(teacher, last_hidden_state=states, source=None)
         if self._log_normalizers is not None and teacher.tail_mass is None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, distributed
 
 from cluster.engine import StepResult, TrainEngine, build_engine
+from cluster.errors import NonRetryableError
 from cluster.train_group import stop_wanted
 from dspark.contract import Contract
 from dspark.losses.fused_loss import BlockLoss
@@ -40,7 +41,7 @@ from pipelines.workers import open_target
 FINAL = "final"
 
 
-class TrainingCannotGoOn(RuntimeError):
+class TrainingCannotGoOn(NonRetryableError):
     """Training went wrong in a way that more of it will not mend; the message says how."""
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from dspark.losses.anchors import eligible_anchors, loss_mask_of
 from dspark.losses.teacher_check import Agreement, constant_acceptance, teacher_agreement
+from pipelines.errors import UserError
 
 if TYPE_CHECKING:
     from dspark.losses.micro_batch import MicroBatch
@@ -33,7 +34,7 @@ def check_masks(plan: StepPlan) -> list[str]:
         for spans, length in zip(rows.spans, rows.lengths, strict=True)
     )
     if not usable:
-        raise ValueError(
+        raise UserError(
             f"none of the {len(rows)} conversations has a position where a block may start: nothing is supervised. "
             "Look at their masks with `dspark cache sample`; a chat template without generation marks, or "
             "cache.max_length shorter than the prompts, leaves all answers out"
@@ -61,7 +62,7 @@ def check_teacher(
         own = None if targets_own is None else teacher_agreement(targets_own(batch), head)
         its_fault = None if own is None else _fault(own)
         if its_fault is None or its_fault[0] != fault[0]:
-            raise ValueError(fault[1])
+            raise UserError(fault[1])
         return []
     if not found.over_other.positive:
         return [

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dspark.losses.losses import add_sums, metrics_of
+from pipelines.errors import UserError
 from pipelines.training.log import VALIDATION, JsonLines, over_ranks
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class Validation:
         plan = replace(loader.plan, rows=rows, total_steps=1, global_batch_size=len(rows), shuffle_window=None)
         self._step = plan.step(0, rank=engine.rank, ranks=engine.world_size)
         if not self._step.normalizer:
-            raise ValueError(
+            raise UserError(
                 f"none of the {len(rows)} validation conversations has a position where a block may start: raise "
                 "train.validation_samples, or set it to 0"
             )

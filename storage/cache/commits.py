@@ -23,7 +23,16 @@ from storage.cache.records import CacheRow, dataset_features, seal, unseal
 from storage.cache.shards import encode_row, write_shard
 from storage.codecs.base import Codec
 from storage.codecs.fitting import dump_codec, fit_codec, load_codec
-from storage.errors import AGAIN, WHOLE, CacheCorrupt, NonFiniteState, StorageCorrupt, StorageError, StorageFull
+from storage.errors import (
+    AGAIN,
+    WHOLE,
+    CacheCorrupt,
+    MissingFile,
+    NonFiniteState,
+    StorageCorrupt,
+    StorageError,
+    StorageFull,
+)
 from storage.files.filesystems import Folder
 from storage.identity import require_same
 
@@ -132,7 +141,7 @@ def _create(folder: Folder, plan: CachePlan, codecs: Codecs) -> None:
 def open_folder(folder: Folder) -> Opened:
     """Read and check manifest, sample list and codecs. FileNotFoundError if there is no cache."""
     if not folder.exists(MANIFEST):
-        raise FileNotFoundError(f"{folder} holds no target cache (no {MANIFEST}); build one first, or check the path")
+        raise MissingFile(f"{folder} holds no target cache (no {MANIFEST}); build one first, or check the path")
     data, name = folder.read(folder.inside(MANIFEST, str(folder))), folder.describe(MANIFEST)
     manifest = unseal(data, name)
     if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
@@ -255,7 +264,7 @@ def write_unit(
     """
     folder = Folder(root)
     if not folder.exists(MANIFEST):
-        raise FileNotFoundError(f"{folder} holds no cache to write to; call create_or_resume first")
+        raise MissingFile(f"{folder} holds no cache to write to; call create_or_resume first")
     opened = _opened_before(folder.url, folder.read(MANIFEST))
     if not 0 <= unit < opened.units:
         raise StorageError(f"unit {unit} is outside the plan's 0..{opened.units - 1}")

@@ -28,7 +28,7 @@ from storage.cache.shards import encode_row
 from storage.codecs.base import TeacherRow, as_tensor
 from storage.codecs.fitting import fit_codec, fit_teacher
 from storage.codecs.registry import CodecSpec
-from storage.errors import CacheCorrupt, StorageError
+from storage.errors import CacheCorrupt, MissingFile, StorageError
 from storage.files.filesystems import Folder
 
 MANIFEST, INDEX = "manifest.json", "samples.idx"
@@ -69,7 +69,7 @@ class DeepSpecCache:
         self._files: dict[str, pa.NativeFile] = {}
         for name in (MANIFEST, INDEX):
             if not folder.is_file(name):
-                raise FileNotFoundError(f"{folder.describe(name)} is not there: not a cache of the reference")
+                raise MissingFile(f"{folder.describe(name)} is not there: not a cache of the reference")
             folder.inside(name, str(folder))
         source = folder.describe(MANIFEST)
         self.manifest: dict[str, Any] = parse_json(folder.read(MANIFEST), source)

@@ -26,7 +26,7 @@ from storage.cache.commits import (
 )
 from storage.cache.records import unseal
 from storage.cache.shards import ShardReader, checksum_of
-from storage.errors import WHOLE, CacheCorrupt, StorageCorrupt, StorageError
+from storage.errors import WHOLE, CacheCorrupt, MissingFile, StorageCorrupt, StorageError
 from storage.files.filesystems import Folder, is_temporary
 
 
@@ -51,7 +51,7 @@ def verify(root: str | PathLike[str], *, workers: int = 1) -> list[Problem]:
     """
     folder = Folder(root)
     if not folder.exists(MANIFEST) and not folder.exists(COMPLETE):
-        raise FileNotFoundError(f"{folder} holds no target cache (no {MANIFEST}); check the path")
+        raise MissingFile(f"{folder} holds no target cache (no {MANIFEST}); check the path")
     problems: list[Problem] = []
     complete: dict[str, Any] | None = None
     names = folder.files()

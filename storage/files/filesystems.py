@@ -28,7 +28,7 @@ from typing import IO, Any, TypeVar
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from storage.errors import StorageError, StorageFull, UnsafeName
+from storage.errors import MissingFile, NotAllowed, StorageError, StorageFull, StoreFailed, UnsafeName
 from storage.files.masking import mask, refuse
 from storage.files.names import checked_name, path_inside
 
@@ -112,7 +112,7 @@ class Folder:
         """Bytes in the file; FileNotFoundError if there is none."""
         info = self._info(name)
         if info.type != pafs.FileType.File:
-            raise FileNotFoundError(f"{self.describe(name)} does not exist")
+            raise MissingFile(f"{self.describe(name)} does not exist")
         return int(info.size)
 
     def _info(self, name: str) -> pafs.FileInfo:
@@ -178,12 +178,12 @@ class Folder:
             try:
                 return request()
             except final as error:
-                reason = mask(str(error))
-                raise type(error)(error.errno, f"{self.describe(name)}: {reason}") from error
+                kind = NotAllowed if isinstance(error, PermissionError) else MissingFile
+                raise kind(f"{self.describe(name)}: {mask(str(error))}") from error
             except (OSError, pa.ArrowInvalid) as error:  # the latter is what a store says of a broken-off upload
                 if attempt == ATTEMPTS:
                     reason = mask(str(error))
-                    raise OSError(f"{self.describe(name)}: no success in {ATTEMPTS} attempts: {reason}") from error
+                    raise StoreFailed(f"{self.describe(name)}: no success in {ATTEMPTS} attempts: {reason}") from error
             time.sleep(PAUSE * 2 ** (attempt - 1))
         raise AssertionError
 
@@ -224,7 +224,7 @@ class Folder:
             # Half an upload may be forgotten by the store: "not found" is then no last word.
             self._patiently(name, lambda: self._upload(name, spool), final=(PermissionError,))
         if self.size(name) != size:
-            raise OSError(f"{self.describe(name)}: {self.size(name)} bytes arrived of {size}; start again")
+            raise StoreFailed(f"{self.describe(name)}: {self.size(name)} bytes arrived of {size}; start again")
 
     def _upload(self, name: str, source: IO[bytes]) -> None:
         source.seek(0)

@@ -20,7 +20,7 @@ from pool_workers import Marked, Sleeper
 from second_node import end_node
 
 from cluster.session import RaySession, _JoinedCluster, _watched
-from cluster.work_pool import run_units
+from cluster.work_pool import run_work_items
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
@@ -31,12 +31,12 @@ POOL = """
 import sys
 from pool_workers import Sleeper
 from cluster.session import ClusterLost, ray_session
-from cluster.work_pool import run_units
+from cluster.work_pool import run_work_items
 
 try:
     with ray_session(num_cpus=2) as session:
         print("ready", flush=True)
-        run_units(Sleeper, [1, 2, 3], num_workers=2, on_result=print)
+        run_work_items(Sleeper, [1, 2, 3], num_workers=2, on_result=print)
 except ClusterLost as lost:
     print("lost:", lost)
     print("left:", session.temporary.exists())
@@ -110,7 +110,7 @@ def test_units_of_a_lost_node_are_done_on_the_one_that_is_left(
     thread = threading.Thread(target=lose)
     thread.start()
     work = functools.partial(Marked, str(tmp_path))
-    summary = run_units(work, units(), num_workers=4, on_result=results.__setitem__)
+    summary = run_work_items(work, units(), num_workers=4, on_result=results.__setitem__)
     thread.join()
     assert results == {n: n * n for n in range(len(results))}
     assert len(results) > lost[0] + 20
@@ -131,7 +131,7 @@ def test_a_cluster_without_room_for_any_worker_left_is_said(
     thread = threading.Thread(target=lose)
     thread.start()
     with pytest.raises(ValueError, match="no node of the Ray cluster has them"):
-        run_units(
+        run_work_items(
             functools.partial(Sleeper, str(tmp_path)),
             [1, 2],
             num_workers=1,

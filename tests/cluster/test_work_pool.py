@@ -15,7 +15,7 @@ import pytest
 from pool_workers import AlwaysDies, CannotStart, DiesOnce, Fails, Marked, Squarer
 
 from cluster.session import RaySession
-from cluster.work_pool import UnitFailed, WorkersFailed, run_units
+from cluster.work_pool import WorkersFailed, WorkItemFailed, run_work_items
 
 pytestmark = [pytest.mark.usefixtures("session"), pytest.mark.timeout(120)]
 
@@ -28,14 +28,14 @@ def collect(make_worker, units, **options):
         results[unit] = result
 
     options.setdefault("num_workers", 2)
-    summary = run_units(make_worker, units, on_result=on_result, **options)
+    summary = run_work_items(make_worker, units, on_result=on_result, **options)
     return results, summary
 
 
 def test_every_unit_is_done_once():
     results, summary = collect(Squarer, list(range(50)))
     assert results == {n: n * n for n in range(50)}
-    assert (summary.units, summary.repeated, summary.workers_lost) == (50, 0, 0)
+    assert (summary.items, summary.repeated, summary.workers_lost) == (50, 0, 0)
 
 
 def test_no_units_and_fewer_units_than_workers():
@@ -79,9 +79,11 @@ def test_workers_killed_from_outside(tmp_path: Path):
 
 
 def test_a_unit_that_kills_every_worker_is_named():
-    with pytest.raises(UnitFailed, match=r"(?s)work unit number 2 failed after 2 attempts.*the worker died") as failure:
-        collect(AlwaysDies, range(6), max_retries=1, unit_name=lambda unit: f"number {unit}")
-    assert (failure.value.unit, failure.value.attempts) == ("number 2", 2)
+    with pytest.raises(
+        WorkItemFailed, match=r"(?s)work item number 2 failed after 2 attempts.*the worker died"
+    ) as failure:
+        collect(AlwaysDies, range(6), max_retries=1, item_name=lambda unit: f"number {unit}")
+    assert (failure.value.item, failure.value.attempts) == ("number 2", 2)
 
 
 def test_passing_failures_are_retried_and_lasting_ones_are_not(tmp_path: Path):
@@ -89,7 +91,7 @@ def test_passing_failures_are_retried_and_lasting_ones_are_not(tmp_path: Path):
     results, summary = collect(worker, [0, 4, 5])
     assert results == {0: 0, 4: 16, 5: 25}
     assert summary.repeated == 2
-    with pytest.raises(UnitFailed, match="sample 17 is not finite") as failure:
+    with pytest.raises(WorkItemFailed, match="sample 17 is not finite") as failure:
         collect(worker, [0, 1])
     assert failure.value.attempts == 1
     assert isinstance(failure.value.__cause__, ValueError)
@@ -127,7 +129,7 @@ def test_few_units_are_in_flight():
         nonlocal done
         done += 1
 
-    run_units(Squarer, source(), num_workers=2, on_result=on_result)
+    run_work_items(Squarer, source(), num_workers=2, on_result=on_result)
     assert done == 40
 
 

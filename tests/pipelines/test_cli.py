@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from pipelines import cli
-from pipelines.errors import UserError
 
 PIPELINE = ["run", "regenerate", "cache", "train", "calibrate", "evaluate", "report", "publish", "refit"]
 COMMANDS = [*PIPELINE, "plan", "submit", "status", "logs", "stop", "decode", "doctor", "settings"]
@@ -76,18 +75,3 @@ def test_cache_builds_by_default_and_keeps_its_tools(capsys: pytest.CaptureFixtu
     assert "there is no settings file nowhere.yaml" in capsys.readouterr().err
     assert exit_code("cache", "verify", "--help") == 0
     assert "checksum" in capsys.readouterr().out
-
-
-def test_only_errors_that_our_code_raises_are_taken_for_a_users_mistake() -> None:
-    def caught(code: str, module: str) -> BaseException:
-        try:
-            exec(code, {"__name__": module})
-        except Exception as error:
-            return error
-        raise AssertionError
-
-    assert cli.is_users_mistake(UserError("x"))
-    assert cli.is_users_mistake(caught("raise ValueError('x')", "storage.cache.target_cache"))
-    assert not cli.is_users_mistake(caught("raise ValueError('x')", "torch.nn"))
-    assert not cli.is_users_mistake(caught("int('x')", "storage.cache.target_cache"))
-    assert not cli.is_users_mistake(caught("raise RuntimeError('x')", "storage.cache.target_cache"))

@@ -1,5 +1,6 @@
 """What is the user's to mend arrives as one line, wherever it is met; a stop ends in order and says so."""
 
+import ast
 import errno
 import os
 import shutil
@@ -10,7 +11,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
+from cluster.errors import NoCluster
+from dspark.contract import ContractMismatch
 from pipelines.cli.cluster import _address
 from pipelines.errors import UserError, cannot_write, for_the_user
 from pipelines.runs.directory import RunDirectory
@@ -19,6 +23,7 @@ from pipelines.settings import Settings, settings_from_dict
 from pipelines.target_facts import examine_target
 from pipelines.workers import on_pool, session
 from storage.cache.target_cache import TargetCache
+from storage.errors import MissingFile, UnsafeName
 
 WAITS = (
     "import sys, time\n"
@@ -79,11 +84,35 @@ def test_a_users_mistake_that_a_worker_meets_arrives_as_one(tmp_path: Path) -> N
     with pytest.raises(FileNotFoundError, match="nowhere") as expected:
         open_cache()
     done: list[object] = []
-    do = partial(on_pool, workers=1, on_result=lambda unit, result: done.append(unit), unit_name=str)
+    do = partial(on_pool, workers=1, on_result=lambda unit, result: done.append(unit), item_name=str)
     with session(wanted, str(tmp_path)), pytest.raises(UserError) as caught:
         do(wanted, open_cache, [1])
     assert str(caught.value) == str(expected.value)
     assert done == []
+
+
+def test_what_is_for_the_user_is_told_by_its_class() -> None:
+    for error in (UserError("x"), MissingFile("x"), ContractMismatch("x"), NoCluster("x"), UnsafeName("x")):
+        with pytest.raises(UserError, match=r"^x$"), for_the_user("runs/a"):
+            raise error
+    with pytest.raises(UserError, match="damaged or cut off"), for_the_user("runs/a"):
+        raise SafetensorError("header too short")
+    with pytest.raises(ValueError, match="invalid literal") as caught, for_the_user("runs/a"):
+        int("x")
+    assert not isinstance(caught.value, UserError)
+
+
+def test_no_package_raises_what_no_class_tells_from_a_fault_of_ours() -> None:
+    """pydantic wants ValueError of a validator, and tells the user itself."""
+    root, found = Path(__file__).parents[2], []
+    for package in ("dspark", "storage", "cluster", "pipelines"):
+        for path in (root / package).rglob("*.py"):
+            if path.parent != root / "pipelines/settings":
+                for part in ast.walk(ast.parse(path.read_text())):
+                    call = part.exc if isinstance(part, ast.Raise) else None
+                    if isinstance(call, ast.Call) and ast.unparse(call.func) in ("ValueError", "FileNotFoundError"):
+                        found.append(f"{path.relative_to(root)}:{part.lineno}")
+    assert found == [], "raise the package's own class (errors.py)"
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/foo"])
