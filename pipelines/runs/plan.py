@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
@@ -25,20 +26,14 @@ from pipelines.progress import Reporter, byte_size, duration
 from pipelines.runs.run import Run
 from pipelines.settings import Settings
 from pipelines.stages.train import count_steps
+from storage.codecs.registry import HIDDEN_STATES, TEACHER, CodecSpec, codec_names
 
 if TYPE_CHECKING:
-    import torch
-
     from dspark.decoding.target import Target
     from pipelines.target_facts import TargetFacts
     from storage.cache.target_cache import CacheRow
-    from storage.codecs.base import Codec
-    from storage.codecs.registry import CodecSpec
+    from storage.codecs.fitting import SampleCodecs
 
-PLANNED = {
-    "features": ("bf16", "bf16-planes", "int8", "fp8", "transform", "projected"),
-    "teacher": ("bf16", "bf16-planes", "int8", "fp8", "transform", "sparse", "corrected"),
-}
 # What `auto` takes is known after the pilot; these stand for it.
 FOR_AUTO = {"features": "projected", "teacher": "corrected"}
 
@@ -76,9 +71,9 @@ def make_plan(settings: Settings, reporter: Reporter, *, rows: int) -> dict[str,
     if len(answers) < 2:
         raise UserError("a plan is measured on two answers at least; give data.train more prompts")
     cache_rows, capture_speed = _capture(settings, target, answers, reporter)
-    fitting = SampleCodecs(settings, facts, target, cache_rows)
-    codecs = fitting.measure_all()
-    stored = _write_sample(fitting)
+    fitting = sample_codecs(settings, facts, target, cache_rows)
+    codecs = measure_all(settings, fitting)
+    stored = _write_sample(settings, fitting, cache_rows[1::2])
     raw = 2 * facts.hidden_size * (len(facts.target_layer_ids) + 1)
     kept = len(recorded) if recorded is not None else len(prompts)
     return {
@@ -95,7 +90,7 @@ def make_plan(settings: Settings, reporter: Reporter, *, rows: int) -> dict[str,
         "raw_bytes_per_token": raw,
         "raw_bytes": raw * total_tokens,
         "codecs": codecs,
-        "configured": {"features": fitting.spec("features").name, "teacher": fitting.spec("teacher").name, **stored},
+        "configured": {**{part: spec_of(settings, part).name for part in FOR_AUTO}, **stored},
         "cache_bytes": round(stored["bytes_per_token"] * total_tokens),
         "free_bytes": Run(settings).directory.folder.free_bytes(),
         "max_bytes": settings.cache.max_bytes,
@@ -195,86 +190,74 @@ def _capture(
     return rows, total / max(seconds, 1e-9)
 
 
-class SampleCodecs:
-    """Codecs fitted on every other row of a sample, to be measured on the rest, `judged`.
+def sample_codecs(settings: Settings, facts: TargetFacts, target: Target, rows: Sequence[CacheRow]) -> SampleCodecs:
+    """The sample that codecs are fitted and measured on.
 
-    The directions of a projected one are the whole sample's principal ones: which they are is known after the pilot,
+    The components of a projected one are the whole sample's principal ones: which they are is known after the pilot,
     and their number and step decide the size.
     """
+    from pipelines.stages.build_cache import count_directions
+    from pipelines.stages.capture import target_parts, teacher_row
+    from storage.codecs.components import reader_directions
+    from storage.codecs.fitting import SampleCodecs
 
-    def __init__(self, settings: Settings, facts: TargetFacts, target: Target, rows: Sequence[CacheRow]) -> None:
-        self._settings, self._facts, self._target = settings, facts, target
-        self.layers, self.hidden = len(facts.target_layer_ids), facts.hidden_size
-        self._rows, self.judged = rows, rows[1::2]
-
-    def spec(self, part: str, name: str | None = None) -> CodecSpec:
-        """The codec that the settings ask for, or that of the name with its defaults."""
-        from pipelines.stages.build_cache import count_directions
-        from storage.codecs.registry import CodecSpec
-
-        wanted = self._settings.cache
-        configured, own_options = wanted.codec_of(part)
-        configured = FOR_AUTO[part] if configured == "auto" else configured
-        options = own_options if name in (None, configured) else {}
-        if (name or configured) == "projected":
-            options = {"directions": count_directions(self._facts, wanted.components), **options}
-        return CodecSpec(name=name or configured, settings=options)
-
-    def fit(self, part: str, spec: CodecSpec) -> Codec:
-        from pipelines.stages.capture import target_parts, teacher_row
-        from storage.codecs.components import reader_directions
-        from storage.codecs.fitting import fit_codec, fit_teacher
-
-        taken = [teacher_row(row) for row in self._rows]
-        if part == "teacher":  # it measures on every other row by itself
-            return fit_teacher(spec, taken, width=self.hidden, target=target_parts(self._target, spec.name))
-        every = [(row.features.flatten(1), True) for row in taken]
-        sample = every[::2]
-        tensors: dict[str, torch.Tensor] | None = None
-        if spec.name == "projected":
-            projection, shares = reader_directions([], every, spec.settings["directions"])
-            tensors = {"projection": projection, "shares": shares}
-        return fit_codec(spec, sample, width=self.layers * self.hidden, layers=self.layers, tensors=tensors)
-
-    def measure_all(self) -> list[dict[str, Any]]:
-        """Of each codec: bytes a token and signal-to-noise in dB of the features, bytes a state of the teacher and the
-        bound on the error of the acceptance rate."""
-        from pipelines.stages.capture import teacher_row
-        from storage.codecs.measure import measure
-
-        found: dict[str, dict[str, Any]] = {}
-        judged = [(teacher_row(row).features.flatten(1), True) for row in self.judged]
-        for name in PLANNED["features"]:
-            codec = self.fit("features", self.spec("features", name))
-            measured = measure(codec, judged, layers=self.layers)
-            found[name] = {"features": {"bytes": measured["bytes_per_token"], "snr_db": measured.get("snr_db")}}
-        for name in PLANNED["teacher"]:
-            measured = self.fit("teacher", self.spec("teacher", name)).measured
-            figures = {"bytes": measured["bytes_per_token"], "bound": measured["acceptance"]["bound"]}
-            found.setdefault(name, {})["teacher"] = figures
-        return [{"codec": name, **parts} for name, parts in found.items()]
+    taken = [teacher_row(row) for row in rows]
+    count = settings.cache.hidden_states_options.get("directions") or count_directions(facts, settings.cache.components)
+    projection, shares = reader_directions([], [(row.features, True) for row in taken], count)
+    return SampleCodecs(
+        taken,
+        layers=len(facts.target_layer_ids),
+        hidden_size=facts.hidden_size,
+        target=partial(target_parts, target),
+        components={"projection": projection, "shares": shares},
+    )
 
 
-def _write_sample(fitting: SampleCodecs) -> dict[str, Any]:
+def spec_of(settings: Settings, part: str, name: str | None = None) -> CodecSpec:
+    """The codec that the settings ask for, or that of the name, with its defaults where it is another one."""
+    configured, options = settings.cache.codec_of(part)
+    configured = FOR_AUTO[part] if configured == "auto" else configured
+    return CodecSpec(name=name or configured, settings=options if name in (None, configured) else {})
+
+
+def measure_all(settings: Settings, sample: SampleCodecs) -> list[dict[str, Any]]:
+    """Of each codec: bytes a token and signal-to-noise in dB of the features, bytes a state of the teacher and how far
+    acceptance rates move at most."""
+    from dspark.decoding.target import TargetError
+
+    found: dict[str, dict[str, Any]] = {}
+    for part, kind in (("features", HIDDEN_STATES), ("teacher", TEACHER)):
+        for name in codec_names(kind):
+            try:
+                codec = sample.fit(part, spec_of(settings, part, name))
+            except TargetError:
+                continue  # the target's upper layers do not run alone
+            measured = sample.measure(part, codec)
+            figures = {"bytes": measured["bytes_per_token"], "snr_db": measured.get("snr_db")}
+            if part == "teacher":
+                figures = {"bytes": measured["bytes_per_token"], "bound": measured["acceptance"]["bound"]}
+            found.setdefault(name, {})[part] = figures
+    return [{"codec": name, **parts} for name, parts in found.items()]
+
+
+def _write_sample(settings: Settings, sample: SampleCodecs, rows: Sequence[CacheRow]) -> dict[str, Any]:
     """Bytes a token by part, of a cache with the configured codecs that holds the rows that they were not fitted on."""
     from storage.cache import target_cache as caches
 
     plan = caches.CachePlan(
         contract={},
-        num_layers=fitting.layers,
-        hidden_size=fitting.hidden,
-        samples=[(row.sample_id, len(row.input_ids)) for row in fitting.judged],
-        features=fitting.spec("features"),
-        teacher=fitting.spec("teacher"),
+        num_layers=sample.layers,
+        hidden_size=sample.hidden_size,
+        samples=[(row.sample_id, len(row.input_ids)) for row in rows],
+        features=spec_of(settings, "features"),
+        teacher=spec_of(settings, "teacher"),
     )
     assert plan.teacher is not None
-    codecs = caches.Codecs(
-        features=fitting.fit("features", plan.features), teacher=fitting.fit("teacher", plan.teacher)
-    )
+    codecs = caches.Codecs(features=sample.fit("features", plan.features), teacher=sample.fit("teacher", plan.teacher))
     with tempfile.TemporaryDirectory() as folder:
         caches.create_or_resume(folder, plan, codecs)
         for unit, (start, stop) in enumerate(plan.units):
-            caches.write_unit(folder, unit, fitting.judged[start:stop], codecs)
+            caches.write_unit(folder, unit, rows[start:stop], codecs)
         caches.finish(folder)
         parts = caches.TargetCache.open(folder).info()["bytes_per_token"]
     return {"bytes_per_token": parts["all"], "parts": {name: size for name, size in parts.items() if name != "all"}}

@@ -18,6 +18,7 @@ from dspark.losses.losses import LossConfig, loss_settings, loss_terms
 from dspark.registry import algorithms
 from pipelines.plugins import load_texts, plugin_texts
 from pipelines.settings.recipes import require_fitting_loss
+from storage.codecs.registry import HIDDEN_STATES, TEACHER, codec_class, known_codec
 
 Positive = Annotated[int, Field(ge=1, le=2**53)]  # what JSON, and a reader in any language, keeps whole
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -37,8 +38,15 @@ def _each_once(values: _Values) -> _Values:
 
 Distinct = AfterValidator(_each_once)  # of a list
 Algorithm = Annotated[str, AfterValidator(algorithms.known)]
-HiddenStatesCodec = Literal["auto", "projected", "transform", "int8", "fp8", "bf16-planes", "bf16"]
-TeacherCodec = Literal["auto", "corrected", "recomputed", "sparse", "transform", "int8", "fp8", "bf16-planes", "bf16"]
+
+
+def _codec_of(part: str) -> Any:
+    """`auto`, or the name of a codec that codes the part."""
+    return AfterValidator(lambda name: name if name == "auto" else known_codec(name, part))
+
+
+HiddenStatesCodec = Annotated[str, _codec_of(HIDDEN_STATES)]
+TeacherCodec = Annotated[str, _codec_of(TEACHER)]
 
 
 class Section(BaseModel):
@@ -114,8 +122,8 @@ class CacheSettings(Section):
     rate stays within `acceptance_bound`; a projected or automatic cache begins with a pilot (section `pilot`).
     """
 
-    hidden_states_codec: HiddenStatesCodec = "projected"
-    teacher_codec: TeacherCodec = "corrected"
+    hidden_states_codec: HiddenStatesCodec = "projected"  # auto, projected, transform, int8, fp8, bf16-planes, bf16
+    teacher_codec: TeacherCodec = "corrected"  # those but projected, and corrected, recomputed, sparse
     hidden_states_options: dict[str, Any] = Field(default={})  # the codec's own settings, laid over its defaults
     teacher_options: dict[str, Any] = Field(default={})
     components: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.5  # projected: how many, in hidden sizes
@@ -155,8 +163,6 @@ class CacheSettings(Section):
                 continue
             if name == "auto":
                 raise ValueError(f"cache.{part}_options are for a codec by name, but cache.{part}_codec is auto")
-            from storage.codecs.registry import codec_class
-
             try:
                 codec_class(name).complete(options)
             except ValueError as error:

@@ -245,7 +245,7 @@ def _create(
 ) -> set[int]:
     """Create the cache, its codecs fitted by a worker if they have statistics; the units already committed."""
     assert plan.teacher is not None
-    fitted = {plan.features.name, plan.teacher.name} - {"bf16", "bf16-planes"}
+    fitted = not all(codec_class(spec.name).exact for spec in (plan.features, plan.teacher))
     if fitted and not Folder(root).exists("manifest.json"):
         tokens = max(MIN_FIT_TOKENS, FIT_TOKENS_A_CHANNEL * plan.num_layers * plan.hidden_size)
         sample = evenly_spaced(rows, max(8, tokens * len(rows) // plan.tokens))
@@ -266,7 +266,7 @@ def _judge(audited: dict[str, float], codec: str) -> dict[str, Any]:
     if not audited:
         return {"rows": 0}
     mean = sum(audited.values()) / len(audited)
-    exact = codec in ("bf16", "bf16-planes")
+    exact = codec_class(codec).exact
     bound = AUDIT_BOUND_EXACT if exact else AUDIT_BOUND_LOSSY
     worst = max(audited, key=lambda sample_id: audited[sample_id])
     if not mean <= bound:

@@ -17,8 +17,7 @@ from dspark.losses.output_head import log_normalizers
 from pipelines.stages.capture import read_directions, teacher_row
 from storage.cache.shards import StoredRow
 from storage.codecs.base import Codec, StoredTeacher, TeacherRow
-from storage.codecs.fitting import fit_codec, fit_teacher
-from storage.codecs.measure import measure
+from storage.codecs.fitting import SampleCodecs
 from storage.codecs.registry import CodecSpec
 
 if TYPE_CHECKING:
@@ -51,59 +50,37 @@ def choose(
     worker: PilotWorker, conversations: Sequence[Conversation], drafters: Mapping[str, Any], parts: Sequence[str]
 ) -> dict[str, Any]:
     """Measure the candidates of these parts; `chosen` codecs and the `measured` figures of all of them."""
-    wanted = worker.settings.cache
-    rows = [teacher_row(row) for row in worker.capture(conversations)]
-    fitting, judged = rows[::2], rows[1::2] or rows
-    measured: dict[str, list[dict[str, Any]]] = {}
-    if "teacher" in parts:
-        measured["teacher"] = list(_teachers(worker, rows))
+    wanted, target = worker.settings.cache, worker.target
+    sample = SampleCodecs(
+        [teacher_row(row) for row in worker.capture(conversations)],
+        layers=len(target.layer_ids),
+        hidden_size=target.hidden_size,
+        target=worker.parts_for,
+        components=read_directions(worker.root) if "features" in parts else None,
+        temperature=wanted.temperature,
+    )
+    judge, candidates = None, {"teacher": list(TEACHERS)}
     if "features" in parts:
-        judge = FeatureJudge(worker, conversations[1::2] or conversations, judged, drafters)
-        measured["features"] = list(_features(worker, fitting, judged, judge))
+        assert sample.components is not None
+        judge = FeatureJudge(worker, conversations[1::2] or conversations, sample.measuring, drafters)
+        candidates["features"] = feature_candidates(sample.hidden_size, len(sample.components["projection"]))
+    measured: dict[str, list[dict[str, Any]]] = {part: [] for part in parts}
+    for part in parts:
+        for spec in candidates[part]:
+            try:
+                codec = sample.fit(part, spec)
+            except TargetError:
+                continue  # the target's upper layers do not run alone
+            found = sample.measure(part, codec)
+            error = judge.error(codec) if part == "features" and judge is not None else found["acceptance"]
+            measured[part].append({**spec.to_dict(), "bytes_per_token": found["bytes_per_token"], **error})
     chosen = {}
-    for part, found in measured.items():
+    for part, entries in measured.items():
         # The exact candidate is always among them.
-        within = [entry for entry in found if entry["error"] <= wanted.acceptance_bound]
+        within = [entry for entry in entries if entry["error"] <= wanted.acceptance_bound]
         best = min(within, key=lambda entry: entry["bytes_per_token"])
         chosen[part] = {"name": best["name"], "settings": best["settings"]}
     return {"chosen": chosen, "measured": measured}
-
-
-def _teachers(worker: PilotWorker, rows: Sequence[TeacherRow]) -> Any:
-    for spec in TEACHERS:
-        try:
-            parts = worker.parts_for(spec.name)
-        except TargetError:
-            continue  # the target's upper layers do not run alone
-        codec = fit_teacher(
-            spec,
-            rows,
-            width=worker.target.hidden_size,
-            target=parts,
-            temperature=worker.settings.cache.temperature,
-        )
-        yield _entry(spec, codec.measured["bytes_per_token"], codec.measured["acceptance"])
-
-
-def _features(
-    worker: PilotWorker, fitting: Sequence[TeacherRow], judged: Sequence[TeacherRow], judge: FeatureJudge
-) -> Any:
-    directions = read_directions(worker.root)
-    layers, hidden = len(worker.target.layer_ids), worker.target.hidden_size
-    for spec in feature_candidates(hidden, len(directions["projection"])):
-        codec = fit_codec(
-            spec,
-            [(row.features, True) for row in fitting],
-            width=layers * hidden,
-            layers=layers,
-            tensors=directions if spec.name == "projected" else None,
-        )
-        size = measure(codec, [(row.features, True) for row in judged], layers=layers)["bytes_per_token"]
-        yield _entry(spec, size, judge.error(codec))
-
-
-def _entry(spec: CodecSpec, size: float, error: Mapping[str, float]) -> dict[str, Any]:
-    return {**spec.to_dict(), "bytes_per_token": size, **error}
 
 
 class FeatureJudge:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,43 @@ def fit_teacher(
     if with_teacher and (target is not None or not codec.teacher_only):
         codec.measured = measure_teacher(codec, _up_to(with_teacher, MEASURED_POSITIONS), temperature=temperature)
     return codec
+
+
+class SampleCodecs:
+    """Codecs fitted on every other row of a sample and measured on the others: what each costs and what it loses.
+
+    `target`: what a codec of that name asks of the target. `components`: `projection` and `shares` of a pilot, for
+    projected ones. `temperature`: of the errors of the acceptance rate. A sample of one row serves for both.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[TeacherRow],
+        *,
+        layers: int,
+        hidden_size: int,
+        target: Callable[[str], TargetParts],
+        components: Mapping[str, torch.Tensor] | None = None,
+        temperature: float = 1.0,
+    ) -> None:
+        self.rows, self.layers, self.hidden_size = rows, layers, hidden_size
+        self.target, self.components, self.temperature = target, components, temperature
+        self.fitting, self.measuring = rows[::2], rows[1::2] or rows
+
+    def fit(self, part: str, spec: CodecSpec) -> Codec:
+        """A codec of the part `features` or `teacher`."""
+        if part == "teacher":
+            parts = self.target(spec.name)
+            return fit_teacher(spec, self.rows, width=self.hidden_size, target=parts, temperature=self.temperature)
+        sample = [(row.features, True) for row in self.fitting]
+        width = self.layers * self.hidden_size
+        return fit_codec(spec, sample, width=width, layers=self.layers, tensors=self.components)
+
+    def measure(self, part: str, codec: Codec) -> dict[str, Any]:
+        """What a codec that was fitted here costs and loses on the rows that it was not fitted on."""
+        if part == "teacher":
+            return codec.measured  # on those rows
+        return measure(codec, [(row.features, True) for row in self.measuring], layers=self.layers)
 
 
 def _up_to(rows: Sequence[TeacherRow], positions: int) -> list[TeacherRow]:

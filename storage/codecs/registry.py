@@ -13,8 +13,19 @@ from storage.errors import StorageError
 if TYPE_CHECKING:
     from storage.codecs.base import Codec
 
-BUILT_IN = ("bf16", "bf16-planes", "int8", "fp8", "transform", "projected", "corrected", "recomputed", "sparse")
-"""Each in the module of its name (`bf16-planes` in `storage/codecs/bf16_planes.py`)."""
+EITHER, HIDDEN_STATES, TEACHER = "either part", "hidden states", "teacher"
+BUILT_IN = {
+    "projected": HIDDEN_STATES,
+    "corrected": TEACHER,
+    "recomputed": TEACHER,
+    "sparse": TEACHER,
+    "transform": EITHER,
+    "int8": EITHER,
+    "fp8": EITHER,
+    "bf16-planes": EITHER,
+    "bf16": EITHER,
+}
+"""What each codes; it is in the module of its name (`bf16-planes` in `storage/codecs/bf16_planes.py`)."""
 
 Registered = TypeVar("Registered", bound="type[Codec]")
 _registered: dict[str, type[Codec]] = {}
@@ -28,22 +39,31 @@ def register(codec: Registered) -> Registered:
     return codec
 
 
-def codec_names() -> list[str]:
-    """The built-in codecs, and those that were registered beside."""
-    return [*BUILT_IN, *(name for name in _registered if name not in BUILT_IN)]
+def codec_names(part: str | None = None) -> list[str]:
+    """The built-in codecs, and those that were registered beside; with `part` those that code it."""
+    added = {name: codec for name, codec in _registered.items() if name not in BUILT_IN}
+    parts = BUILT_IN | {name: TEACHER if codec.teacher_only else EITHER for name, codec in added.items()}
+    return [name for name, of in parts.items() if part is None or of in (part, EITHER)]
 
 
 def codec_class(name: str) -> type[Codec]:
     """The codec of that name. ValueError lists the known ones."""
     if name in BUILT_IN:
         import_module(f"storage.codecs.{name.replace('-', '_')}")
-    if name not in _registered:
-        close = get_close_matches(str(name), codec_names(), n=1)
+    return _registered[known_codec(name)]
+
+
+def known_codec(name: str, part: str | None = None) -> str:
+    """The name itself. StorageError where there is no such codec, or none that codes the part."""
+    known = codec_names(part)
+    if name not in known:
+        close = get_close_matches(str(name), known, n=1)
         raise StorageError(
-            f"no codec is named {name!r}; {f'did you mean {close[0]}? ' if close else ''}choose one of "
-            f"{', '.join(codec_names())} (a file named under `plugins` adds more)"
+            f"no codec{f' of the {part}' if part else ''} is named {name!r}; "
+            f"{f'did you mean {close[0]}? ' if close else ''}choose one of {', '.join(known)} "
+            "(a file named under `plugins` adds more)"
         )
-    return _registered[name]
+    return name
 
 
 @dataclass(frozen=True, kw_only=True)

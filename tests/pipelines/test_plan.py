@@ -5,14 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pipelines.data.conversations import evenly_spaced
 from pipelines.progress import Reporter
-from pipelines.runs.plan import PLANNED, make_plan, plan_text
+from pipelines.runs.plan import make_plan, plan_text
 from pipelines.runs.run import Run
 from pipelines.settings import Settings, settings_from_dict
-from pipelines.settings.schema import HiddenStatesCodec, TeacherCodec
-from storage.codecs.registry import codec_names
+from pipelines.stages.capture import CaptureUnit, CaptureWorker, Conversation, FitUnit
+from pipelines.target_facts import examine_target
+from storage.cache.target_cache import CachePlan, CodecSpec, TargetCache, finish
+from storage.codecs.registry import HIDDEN_STATES, TEACHER, codec_names
 
 
 def settings(folder: Path, target: Path, **sections: dict[str, Any]) -> Settings:
@@ -36,8 +39,8 @@ def test_a_plan_measures_a_sample_and_scales_it(tmp_path: Path, toy_folder: Path
     assert (plan["prompts"], plan["sample_rows"], plan["train_steps"]) == (20, 6, 6)
     assert plan["raw_bytes_per_token"] == 2 * 64 * 2  # one captured layer and the last state
     by_name = {entry["codec"]: entry for entry in plan["codecs"]}
-    for part, names in PLANNED.items():
-        assert {name for name, entry in by_name.items() if part in entry} == set(names)
+    for part, kind in (("features", HIDDEN_STATES), ("teacher", TEACHER)):
+        assert {name for name, entry in by_name.items() if part in entry} == set(codec_names(kind))
     assert by_name["bf16"]["teacher"]["bound"] <= by_name["int8"]["teacher"]["bound"] < 0.1
     assert by_name["bf16"]["features"] == {"bytes": 128.0, "snr_db": None}
     assert by_name["int8"]["features"]["bytes"] < 80
@@ -53,10 +56,11 @@ def test_recorded_conversations_are_counted_exactly(tmp_path: Path, toy_folder: 
     wanted = settings(tmp_path, toy_folder, cache={"max_length": 30, "max_bytes": 10})
     conversations = tmp_path / "run/conversations"
     conversations.mkdir(parents=True)
+    said = {"domain": "a", "thinking": False, "finish_reason": "stop", "conversations": []}
     rows = [{"id": str(index), "prompt_ids": [5] * 10, "response_ids": [6] * (15 + index)} for index in range(8)] + [
         {"id": "long prompt", "prompt_ids": [5] * 30, "response_ids": [6] * 30}
     ]
-    (conversations / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (conversations / "train.jsonl").write_text("".join(json.dumps(said | row) + "\n" for row in rows))
     Run(wanted).finish("regenerate", seconds=1.0, result={})
     plan = make_plan(wanted, Reporter(quiet=True), rows=4)
     assert plan["conversations"] == 8  # a prompt that fills the whole length leaves nothing to learn
@@ -82,7 +86,68 @@ def test_a_plan_knows_what_a_pilot_will_leave(tmp_path: Path, toy_folder: Path, 
     assert configured["parts"]["context"] == pytest.approx(projected["features"]["bytes"], rel=0.01)
 
 
-def test_settings_and_plan_know_codecs_that_exist() -> None:
-    for part, kind in (("features", HiddenStatesCodec), ("teacher", TeacherCodec)):
-        assert set(kind.__args__) - {"auto"} <= set(codec_names())
-        assert set(PLANNED[part]) <= set(kind.__args__)
+TOY = '''
+import torch
+from storage.codecs.base import Codec, from_raw, raw_bytes
+from storage.codecs.registry import register
+
+
+@register
+class Rounded(Codec):
+    """Whole multiples of a step, two bytes each."""
+
+    name = "toy-rounded"
+    defaults = {"step": 0.125}
+
+    def encode(self, values, *, first=False):
+        return raw_bytes((values.float() / self.settings["step"]).round().clamp(-32767, 32767).to(torch.int16).cpu())
+
+    def decode(self, payload, rows, *, device="cpu", dtype=torch.bfloat16):
+        codes = from_raw(payload, torch.int16, rows, self.width).to(device)
+        return (codes.float() * self.settings["step"]).to(dtype)
+'''
+
+
+def test_a_codec_from_one_file_of_one_s_own(tmp_path: Path, toy_folder: Path) -> None:
+    """By the settings to a cache and back, and into the table of what codecs cost."""
+    plugin = tmp_path / "toy_codec.py"
+    plugin.write_text(TOY)
+    cache = {
+        "hidden_states_codec": "toy-rounded",
+        "hidden_states_options": {"step": 0.25},
+        "teacher_codec": "toy-rounded",
+        "max_length": 64,
+    }
+    wanted = settings(tmp_path, toy_folder, cache=cache, plugins=[str(plugin)])
+    plan = make_plan(wanted, Reporter(quiet=True), rows=6)
+    assert plan["configured"]["features"] == plan["configured"]["teacher"] == "toy-rounded"
+    by_name = {entry["codec"]: entry for entry in plan["codecs"]}
+    assert by_name["toy-rounded"]["features"]["bytes"] == 2 * 64
+    assert 0 < by_name["toy-rounded"]["features"]["snr_db"] < by_name["int8"]["features"]["snr_db"]
+    assert 0 < by_name["toy-rounded"]["teacher"]["bound"] < 0.2
+    assert "toy-rounded" in plan_text(plan)
+
+    facts = examine_target(wanted)
+    ids = [list(range(5, 5 + length)) for length in (9, 12)]
+    rows = [Conversation(sample_id=f"row-{len(row)}", input_ids=row, spans=[(4, len(row))], extra={}) for row in ids]
+    cache_plan = CachePlan(
+        contract={},
+        num_layers=len(facts.target_layer_ids),
+        hidden_size=facts.hidden_size,
+        samples=[(row.sample_id, len(row.input_ids)) for row in rows],
+        **{
+            part: CodecSpec(name=name, settings=options)
+            for part, (name, options) in zip(
+                ("features", "teacher"), map(wanted.cache.codec_of, ("features", "teacher")), strict=True
+            )
+        },
+    )
+    worker = CaptureWorker(wanted, facts, str(tmp_path / "cache"))
+    worker.run(FitUnit(rows=tuple(rows), plan=cache_plan))
+    worker.run(CaptureUnit(number=0, rows=tuple(rows), audit=frozenset()))
+    finish(tmp_path / "cache")
+    stored = TargetCache.open(tmp_path / "cache")
+    assert stored.info()["codecs"]["features"]["settings"] == {"step": 0.25}
+    for row, exact in zip(stored, worker.capture(rows), strict=True):
+        expected = (exact.features.flatten(1).float() / 0.25).round() * 0.25
+        assert torch.equal(row.features, expected.to(torch.bfloat16))

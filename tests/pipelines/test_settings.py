@@ -116,7 +116,9 @@ def test_the_place_is_in_the_base_that_wrote_the_key(tmp_path: Path) -> None:
     base = write(tmp_path, MINIMAL + "cache:\n  hidden_states_codec: int9\n", "base.yaml")
     path = write(tmp_path, "extends: base.yaml\ntrain: {num_workers: 2}\n")
     text = message(path)
-    assert text.startswith(f"{base}:4: cache.hidden_states_codec is 'int9'; did you mean int8?")
+    assert text.startswith(
+        f"{base}:4: cache.hidden_states_codec: no codec of the hidden states is named 'int9'; did you mean int8?"
+    )
 
 
 @pytest.mark.parametrize(
