@@ -120,7 +120,7 @@ def measure(case: Case, way: str, *, repeats: int, threads: int, chunk: int | No
     def plain() -> torch.Tensor:
         weights = torch.exp(-torch.arange(case.slots) / loss_config.position_decay) * batch.loss_mask
         total = weights.sum() + 1e-6
-        logits = lm_head(states) + sequential.teacher_forced_bias(states, batch.previous_ids)
+        logits = lm_head(states) + sequential.bias(sequential.bias_vectors(states, batch.previous_ids))
         teacher_logits = lm_head(batch.teacher.last_hidden_state[batch.teacher_index])  # type: ignore[union-attr]
         ce = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
         l1 = (logits.softmax(-1) - teacher_logits.softmax(-1)).abs().sum(-1)

@@ -76,7 +76,8 @@ class Drafter(nn.Module, ABC):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.fc: Any = nn.Linear(config.hidden_states_size, config.hidden_size, bias=False)
-        self.layers: Any
+        self.layers: Any  # and the final norm: an algorithm's own
+        self.norm: Any
         self.rotary = Rotary(config)
         self.attention: Implementation = "auto"
         self.gradient_checkpointing = False  # keep only what the layers are fed, and compute the rest again
@@ -212,24 +213,6 @@ class Drafter(nn.Module, ABC):
         `choose` is called once a slot, in order. Gives the confidence logits [B, slots]; None without that head.
         """
 
-    def extend_context(
-        self,
-        cache: DraftCache,
-        hidden_states: Tensor,
-        lengths: Tensor | list[int],
-        rows: Tensor | list[int] | None = None,
-        *,
-        next_ids: Tensor | None = None,
-    ) -> None:
-        """Append the first lengths[b] of hidden_states [B, S, m*d] to cache row rows[b] (row b when `rows` is None).
-
-        A row's new positions continue where it ends. next_ids [B, S] as in `write_context`, for who reads them.
-        """
-        token_rows, slots, source = cache.take_slots(lengths, rows, hidden_states.shape[1])
-        source = source.to(hidden_states.device)
-        following = torch.zeros_like(source) if next_ids is None else next_ids.flatten()[source]
-        self.write_context(cache, hidden_states.flatten(0, 1)[source], token_rows, slots, following)
-
     # Context and heads
 
     def project_context(self, hidden_states: Tensor) -> Tensor:
@@ -299,14 +282,19 @@ class Drafter(nn.Module, ABC):
             if self.markov_head is not None:
                 nn.init.zeros_(self.markov_head.markov_w2.weight)
 
+    @torch.no_grad()
     def start_from_target(self, target: Target, probe_ids: Tensor | None = None) -> list[int]:
-        """Begin with weights of the target's own layers; gives the ids of those layers.
+        """Begin with weights of the target's own; gives the ids of the layers that they come from.
 
-        `probe_ids` [B, S]: a text on which the target shows the scale of its queries and keys.
+        Here fc is the identity on the last captured layer and the final norm the target's; an algorithm adds to it what
+        its layers can take. `probe_ids` [B, S]: a text on which the target shows the scale of its queries and keys.
         """
-        raise SettingError(
-            f"{self.config.algorithm} has no start from the target's layers: set `drafter.initial_weights` to random"
-        )
+        size, layer_ids = self.config.hidden_size, self.config.target_layer_ids
+        last = layer_ids.index(max(layer_ids))
+        self.fc.weight.zero_()
+        self.fc.weight[:, last * size : (last + 1) * size].fill_diagonal_(1.0)
+        self.norm.weight.copy_(target.final_norm.weight.to(self.norm.weight))
+        return []
 
     def share_target(self, embedding: Tensor, head: Tensor) -> None:
         """Take the target's embedding and head [V, d], frozen, without a copy where dtype and device agree.

@@ -20,7 +20,7 @@ from dspark.models.backbone import DraftLayer, RMSNorm
 from dspark.models.base import Choose, Drafter, OutputWeights, vllm_command
 from dspark.models.draft_cache import DraftCache
 from dspark.models.kernels import BlockAttention
-from dspark.models.starting_weights import copy_layer, read_last_captured, scale_projections, source_layers
+from dspark.models.starting_weights import copy_layer, scale_projections, source_layers
 from dspark.registry import algorithms
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class DFlash(Drafter):
         are then what the target's layer would make of that state. Parts of another shape stay as they are.
         """
         sources = source_layers(self, target)
-        read_last_captured(self, target)
+        super().start_from_target(target)
         first_norm = target.layers[sources[0]].input_layernorm.weight.float()
         shared_norm = torch.where(first_norm.abs() < 1e-3, torch.full_like(first_norm, 1e-3), first_norm)
         self.hidden_norm.weight.copy_(shared_norm.to(self.hidden_norm.weight))

@@ -45,30 +45,6 @@ class DraftCache:
     def device(self) -> torch.device:
         return self.keys[0].device
 
-    def reset_rows(self, rows: Tensor | list[int]) -> None:
-        """Empty these rows, for new requests."""
-        self.lengths[rows] = 0
-
-    @torch.inference_mode(False)
-    def select_rows(self, rows: Tensor | list[int]) -> None:
-        """Keep these rows, in this order."""
-        index = torch.as_tensor(rows, dtype=torch.long)
-        self.lengths = self.lengths[index]
-        index = index.to(self.device)
-        self.keys = [keys[index] for keys in self.keys]
-        self.values = [values[index] for values in self.values]
-        if self.last_states is not None:
-            self.last_states = self.last_states[index]
-
-    @torch.inference_mode(False)
-    def add_rows(self, count: int) -> None:
-        """Append empty rows."""
-        self.lengths = F.pad(self.lengths, (0, count))
-        self.keys = [F.pad(keys, (0, 0, 0, 0, 0, 0, 0, count)) for keys in self.keys]
-        self.values = [F.pad(values, (0, 0, 0, 0, 0, 0, 0, count)) for values in self.values]
-        if self.last_states is not None:
-            self.last_states = F.pad(self.last_states, (0, 0, 0, count))
-
     def move_row(self, source: int, to: int) -> None:
         """Row `source` takes the place of row `to`."""
         length = int(self.lengths[source])
@@ -85,20 +61,6 @@ class DraftCache:
         ends = torch.ones_like(token_rows, dtype=torch.bool)
         ends[:-1] = token_rows[1:] != token_rows[:-1]
         self.last_states[token_rows[ends]] = states[ends]
-
-    def take_slots(
-        self, lengths: Tensor | list[int], rows: Tensor | list[int] | None, width: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Count the first lengths[b] of `width` new tokens as cached in rows[b] (row b when None).
-
-        Gives, for each of those tokens, [M] each: its row, its slot and its index among [B * width].
-        """
-        counts = torch.as_tensor(lengths, dtype=torch.long).cpu()
-        chosen = torch.arange(len(counts)) if rows is None else torch.as_tensor(rows, dtype=torch.long).cpu()
-        which, within = (torch.arange(width) < counts[:, None]).nonzero(as_tuple=True)
-        slots = self.lengths[chosen][which] + within
-        self.lengths[chosen] += counts
-        return chosen[which], slots, which * width + within
 
     @torch.inference_mode(False)  # what grows inside inference mode is written to outside it too
     def reserve(self, length: int) -> None:

@@ -24,7 +24,7 @@ from dspark.models.backbone import DraftAttention, GatedMLP, RMSNorm, Rotation
 from dspark.models.base import NO_HEADS, Choose, Drafter, OutputWeights, vllm_command
 from dspark.models.draft_cache import DraftCache
 from dspark.models.kernels import BlockAttention
-from dspark.models.starting_weights import copy_layer, read_last_captured, scale_projections, source_layers
+from dspark.models.starting_weights import copy_layer, scale_projections, source_layers
 from dspark.registry import algorithms
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class Eagle3(Drafter):
         layer, size = self.layer, self.config.hidden_size
         sources = source_layers(self, target, width=size)
         source = target.layers[sources[0]]
-        read_last_captured(self, target)
+        super().start_from_target(target)
         layer.hidden_norm.weight.copy_(source.input_layernorm.weight.to(layer.hidden_norm.weight))
         copy_layer(layer, source, without=("input_layernorm.weight",))
         for part in ("q_proj", "k_proj", "v_proj"):

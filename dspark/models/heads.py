@@ -61,17 +61,6 @@ class SequentialHead(nn.Module):
         weight = self.markov_w2.weight if token_ids is None else self.markov_w2.weight[token_ids]
         return nn.functional.linear(vectors, weight)
 
-    def teacher_forced_bias(self, states: Tensor, previous_ids: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """Bias [N, G, V] (or of `token_ids`) from true previous tokens."""
-        return self.bias(self.bias_vectors(states, previous_ids), token_ids)
-
-    def step(
-        self, state: Tensor | None, previous_ids: Tensor, h_k: Tensor, token_ids: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Bias [B, V] of one slot (or of `token_ids`) and the next state; start from `initial_state`."""
-        vectors, state = self.step_vector(state, previous_ids, h_k)
-        return self.bias(vectors, token_ids), state
-
     def reserve_column(self, draft_token_ids: Tensor) -> None:
         """Let the last rank column keep tokens outside `draft_token_ids` from ever being drafted.
 

@@ -72,16 +72,6 @@ def build_drafter(
 
 
 @torch.no_grad()
-def read_last_captured(drafter: Any, target: Target) -> None:
-    """Let fc be the identity on the last captured layer, and the final norm the target's."""
-    config = drafter.config
-    last = config.target_layer_ids.index(max(config.target_layer_ids))
-    drafter.fc.weight.zero_()
-    drafter.fc.weight[:, last * config.hidden_size : (last + 1) * config.hidden_size].fill_diagonal_(1.0)
-    drafter.norm.weight.copy_(target.final_norm.weight.to(drafter.norm.weight))
-
-
-@torch.no_grad()
 def copy_layer(layer: nn.Module, source: nn.Module, without: Collection[str] = ()) -> None:
     """Take the parts of a target's layer that have the draft layer's names and shapes."""
     theirs = source.state_dict()

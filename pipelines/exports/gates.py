@@ -119,7 +119,6 @@ def drafts_alike(
     reader = _reader_of(folder, drafter)
     # Both in float32, whatever was stored: rounding on the way is no difference in meaning.
     ours = drafter if drafter.dtype == torch.float32 else copy.deepcopy(drafter).float()
-    device = next(ours.parameters()).device
     features = features.float()
     last = len(token_ids) - 1
     if last < 1:
@@ -128,9 +127,7 @@ def drafts_alike(
     cache = ours.new_cache(1, last + ours.block_size + 1)
     done, worst, worst_confidence, tokens = 0, 0.0, 0.0, 0
     for anchor in anchors:
-        new = features[None, done:anchor].to(device)
-        next_ids = torch.tensor([list(token_ids[done + 1 : anchor + 1])], device=device)
-        ours.extend_context(cache, new, [anchor - done], next_ids=next_ids)
+        _take_in(ours, cache, token_ids, features, done, anchor)
         done = anchor
         expected = reader.draft(token_ids[: anchor + 1], features[:anchor].cpu())
         logits, drafted, confidence = _greedy_block(ours, int(token_ids[anchor]), anchor, cache)
@@ -181,9 +178,17 @@ class _Reopened:
     def draft(self, token_ids: Sequence[int], features: Tensor) -> Draft:
         anchor = len(features)
         cache = self.drafter.new_cache(1, anchor + self.drafter.block_size + 1)
-        self.drafter.extend_context(cache, features[None], [anchor], next_ids=torch.tensor([list(token_ids[1:])]))
+        _take_in(self.drafter, cache, token_ids, features, 0, anchor)
         logits, tokens, confidence = _greedy_block(self.drafter, token_ids[-1], anchor, cache)
         return Draft(tokens, logits, confidence)
+
+
+def _take_in(drafter: Any, cache: Any, token_ids: Sequence[int], features: Tensor, begin: int, anchor: int) -> None:
+    """The context from `begin` up to the anchor."""
+    positions = torch.arange(begin, anchor)
+    next_ids = torch.tensor(token_ids[begin + 1 : anchor + 1], device=drafter.device)
+    hidden_states = features[begin:anchor].to(drafter.device)
+    drafter.write_context(cache, hidden_states, torch.zeros_like(positions), positions, next_ids)
 
 
 def _greedy_block(drafter: Any, anchor_id: int, anchor: int, cache: Any) -> tuple[Tensor, list[int], Tensor | None]:

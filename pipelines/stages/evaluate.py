@@ -117,7 +117,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
 def decodings(settings: Settings, temperature: float) -> list[tuple[str, str]]:
     """(variant, policy) pairs at a temperature. Whole blocks of the drafter are always among them."""
     wanted = settings.evaluate
-    has_head = settings.drafter.algorithm == "dspark" and settings.drafter.markov_rank
+    has_head = settings.drafter.parts["markov_rank"]
     found = [(PLAIN, FULL)] if wanted.without_drafter else []
     found.append((DSPARK, FULL))
     if wanted.policy != FULL:

@@ -54,7 +54,7 @@ def packed(case: dict[str, np.ndarray], block_size: int, **options: Any) -> Micr
 def draft_logits(drafter: Any, states: Tensor, previous_ids: Tensor) -> Tensor:
     logits = drafter.base_logits(states)
     head = drafter.sequential_head
-    return logits if head is None else logits + head.teacher_forced_bias(states, previous_ids)
+    return logits if head is None else logits + head.bias(head.bias_vectors(states, previous_ids))
 
 
 def plain_loss(drafter: Any, states: Tensor, batch: MicroBatch, alphas: tuple[float, float, float]) -> Tensor:

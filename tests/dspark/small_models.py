@@ -82,3 +82,16 @@ def a_drafter(target: Any, kind: str) -> Any:
     if kind == "reduced":
         drafter.restrict_vocabulary(torch.arange(7, 47))
     return drafter.eval()
+
+
+def extend_context(
+    drafter: Any, cache: Any, hidden_states: Any, lengths: list[int], rows: list[int], next_ids: Any = None
+) -> None:
+    """Append the first lengths[b] of hidden_states [B, S, m*d], with next_ids [B, S], where cache row rows[b] ends."""
+    for states, count, row, following in zip(
+        hidden_states, lengths, rows, [None] * len(rows) if next_ids is None else next_ids, strict=True
+    ):
+        positions = torch.arange(count) + cache.lengths[row]
+        following = torch.zeros(count, dtype=torch.long) if following is None else following[:count]
+        drafter.write_context(cache, states[:count], torch.full((count,), row), positions, following)
+        cache.lengths[row] += count

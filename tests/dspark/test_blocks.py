@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import config_for, tiny_target
+from small_models import config_for, extend_context, tiny_target
 from torch import Tensor
 
 from dspark.config import SettingError
@@ -117,7 +117,7 @@ def test_a_slot_depends_on_true_tokens_before_it_alone(name: str) -> None:
         states = drafter.block_states(changed)
         logits = drafter.base_logits(states)
         if drafter.sequential_head is not None:
-            logits = logits + drafter.sequential_head.teacher_forced_bias(states, previous)
+            logits = logits + drafter.sequential_head.bias(drafter.sequential_head.bias_vectors(states, previous))
         confidence = drafter.confidence_logits(states, previous)
         return [logits] if confidence is None else [logits, confidence]
 
@@ -143,9 +143,10 @@ def test_drafting_gives_the_states_of_training(name: str) -> None:
         for row, anchor in zip(rows, anchors, strict=True):
             one, begin = sample(row, LENGTHS[row]), int(cache.lengths[row])
             new, next_ids = one.features[None, begin:anchor], one.input_ids[None, begin + 1 : anchor + 1]
-            drafter.extend_context(cache, new, [anchor - begin], rows=[row], next_ids=next_ids)
+            extend_context(drafter, cache, new, [anchor - begin], [row], next_ids=next_ids)
         if rows != list(range(len(rows))):
-            cache.select_rows([*rows, 1])
+            for to, row in enumerate(rows):
+                cache.move_row(row, to)
         ids = torch.stack([sample(row, LENGTHS[row]).input_ids[at] for row, at in zip(rows, anchors, strict=True)])
         previous = torch.stack([batch_of(drafter, (row,)).previous_ids[step] for row in rows])
         with torch.inference_mode():
@@ -166,15 +167,14 @@ def test_a_moved_row_drafts_the_same() -> None:
     drafter = drafter_of("vanilla")
     cache = drafter.new_cache(2, capacity=4)
     features = torch.randn(2, 9, 96)
-    drafter.extend_context(cache, features, [9, 5])
+    extend_context(drafter, cache, features, [9, 5], [0, 1])
     anchors, positions = torch.tensor([7, 8]), torch.tensor([9, 5])
     both = drafter.draft_states(anchors, positions, cache)
     cache.move_row(1, 0)
     assert cache.lengths.tolist() == [5, 5]
     close(drafter.draft_states(anchors[1:], positions[1:], cache), both[1:])
-    cache.reset_rows([0])
-    cache.add_rows(1)
-    drafter.extend_context(cache, features[:1], [9], rows=[0])
+    cache.lengths[0] = 0
+    extend_context(drafter, cache, features[:1], [9], [0])
     close(drafter.draft_states(anchors[:1], positions[:1], cache), both[:1])
 
 

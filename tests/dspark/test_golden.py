@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from golden_cases import BLOCK_DRAFTERS, arrays, draft_logits, packed, plain_loss
+from small_models import extend_context
 
 from dspark import load_drafter
 from dspark.config import DrafterConfig
@@ -71,7 +72,7 @@ def test_drafting_rounds(golden: Path, name: str, rows: int) -> None:
         for row, end in enumerate(anchors):
             begin = int(cache.lengths[row])
             assert row != middle or begin == start
-            drafter.extend_context(cache, features[:, begin:end], [end - begin], rows=[row])
+            extend_context(drafter, cache, features[:, begin:end], [end - begin], [row])
         states = drafter.draft_states(sequence[0, anchors], torch.tensor(anchors), cache)[middle : middle + 1]
         torch.testing.assert_close(states, torch.from_numpy(case[f"round{index}/block_hidden"]), atol=1e-4, rtol=0)
         previous, head_state, tokens, logits = sequence[:1, anchor], None, [], []
@@ -80,8 +81,8 @@ def test_drafting_rounds(golden: Path, name: str, rows: int) -> None:
         for slot in range(drafter.block_size):
             slot_logits = drafter.base_logits(states[:, slot])
             if drafter.sequential_head is not None:
-                bias, head_state = drafter.sequential_head.step(head_state, previous, states[:, slot])
-                slot_logits = slot_logits + bias
+                vectors, head_state = drafter.sequential_head.step_vector(head_state, previous, states[:, slot])
+                slot_logits = slot_logits + drafter.sequential_head.bias(vectors)
             logits.append(slot_logits)
             tokens.append(previous := slot_logits.argmax(-1))
         assert torch.cat(tokens).tolist() == case[f"round{index}/tokens"].tolist()
@@ -181,7 +182,7 @@ def test_eagle3_drafting_rounds(golden: Path, rows: int) -> None:
             begin = int(cache.lengths[row])
             new = slice(begin, end)
             next_ids = sequence[:, begin + 1 : end + 1]
-            drafter.extend_context(cache, features[:, new], [end - begin], rows=[row], next_ids=next_ids)
+            extend_context(drafter, cache, features[:, new], [end - begin], [row], next_ids=next_ids)
         block = drafter.begin_block(sequence[0, anchors], torch.tensor(anchors), cache)
         tokens, logits = [], []
         for slot in range(drafter.block_size):

@@ -80,7 +80,9 @@ def test_reduced_vocabulary_is_carried_by_the_markov_tables(tmp_path: Path) -> N
     torch.nn.init.normal_(drafter.markov_head.markov_w2.weight)
     states, previous = torch.randn(3, 4, 32), torch.randint(0, 97, (3, 4))
     optimizer = torch.optim.AdamW((p for p in drafter.parameters() if p.requires_grad), lr=0.1, weight_decay=0.1)
-    logits = drafter.base_logits(states) + drafter.sequential_head.teacher_forced_bias(states, previous)
+    logits = drafter.base_logits(states) + drafter.sequential_head.bias(
+        drafter.sequential_head.bias_vectors(states, previous)
+    )
     (logits.logsumexp(-1).sum() + drafter.confidence_logits(states, previous).sum()).backward()
     assert not drafter.markov_head.markov_w1.weight.grad[:, -1].any()
     assert not drafter.markov_head.markov_w2.weight.grad[:, -1].any()
@@ -88,9 +90,11 @@ def test_reduced_vocabulary_is_carried_by_the_markov_tables(tmp_path: Path) -> N
     save_drafter(drafter, tmp_path, target.text_config)
     again = load_drafter(tmp_path)
     assert torch.equal(again.draft_token_ids, chosen)
-    full = (again.base_logits(states) + again.sequential_head.teacher_forced_bias(states, previous)).softmax(-1)
-    few = again.base_logits(states, again.output_weights().head) + again.sequential_head.teacher_forced_bias(
-        states, previous, chosen
+    full = (
+        again.base_logits(states) + again.sequential_head.bias(again.sequential_head.bias_vectors(states, previous))
+    ).softmax(-1)
+    few = again.base_logits(states, again.output_weights().head) + again.sequential_head.bias(
+        again.sequential_head.bias_vectors(states, previous), chosen
     )
     outside = torch.ones(97, dtype=torch.bool)
     outside[chosen] = False

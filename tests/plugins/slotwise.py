@@ -23,7 +23,7 @@ from dspark.registry import algorithms
 class Slotwise(Drafter):
     title = "Slotwise"
     architectures: ClassVar[Mapping[str, str]] = {"SlotwiseModel": "qwen3"}
-    settings: ClassVar[Mapping[str, Any]] = {"num_draft_layers": 1, "initial_weights": "random"}
+    settings: ClassVar[Mapping[str, Any]] = {"num_draft_layers": 1}
     loss: ClassVar[Mapping[str, float]] = {"ce": 0.5, "l1": 0.5}
     fixed: ClassVar[Mapping[str, Any]] = {**NO_HEADS, "block_layout": "anchor-first"}
     options: ClassVar[Mapping[str, Any]] = {"state_scale": 1.0}

@@ -315,7 +315,7 @@ def plain_batch_loss(drafter: TinyDrafter, states: Tensor, batch: MicroBatch, co
     on = batch.loss_mask
     logits = drafter.lm_head(states)
     if drafter.sequential_head is not None:
-        logits = logits + drafter.sequential_head.teacher_forced_bias(states, batch.previous_ids)
+        logits = logits + drafter.sequential_head.bias(drafter.sequential_head.bias_vectors(states, batch.previous_ids))
     q = drafter.lm_head(batch.teacher.last_hidden_state.to(states.dtype))[batch.teacher_index].softmax(-1)
     labels, outside = batch.labels, torch.zeros(on.shape, dtype=states.dtype)
     if drafter.draft_token_ids is not None:
