@@ -46,8 +46,7 @@ class Slotwise(Drafter):
         return self.norm(self.layers[0](both).unflatten(-1, (self.block_size, -1)))
 
     def block_states(self, batch: Any) -> Tensor:
-        hidden_states = getattr(batch, "hidden_states", None)
-        context = self.project_context(batch.features if hidden_states is None else hidden_states)
+        context = self.project_context(batch.hidden_states)
         return self._slots(context[batch.block_anchor - 1], batch.input_ids[batch.block_anchor])
 
     def new_cache(self, rows: int, capacity: int = 256) -> DraftCache:
