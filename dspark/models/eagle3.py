@@ -101,9 +101,8 @@ class Eagle3(Drafter):
 
     @classmethod
     def engine_notes(cls, config: DrafterConfig, *, speculators: bool) -> list[str]:
-        where = (
-            "the folder `speculators` beside it" if speculators else "publish.speculators=true for a layout it loads"
-        )
+        asked = "publish.layouts=[speculators] for a layout it loads"
+        where = "the folder `speculators` beside it" if speculators else asked
         return [f"vLLM: {where}. This folder is the reference's EAGLE-3 layout, for evaluation."]
 
     @classmethod

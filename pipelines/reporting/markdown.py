@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,20 +10,31 @@ from pipelines.reporting.charts import number, percent
 from pipelines.reporting.looks import name_of
 
 
+def escape(text: Any) -> str:
+    """Text from data as one line that Markdown and HTML show as it stands: no link, tag, heading or table cell."""
+    line = " ".join(str(text).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|~#!])", r"\\\1", line)
+
+
+def code(text: Any) -> str:
+    """Text from data as a code span."""
+    line = " ".join(str(text).split())
+    fence = "`" * (max((len(run) for run in re.findall("`+", line)), default=0) + 1)
+    return f"{fence} {line} {fence}" if "`" in line else f"{fence}{line}{fence}"
+
+
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """A pipe table; bars in cells are escaped."""
-    lines = [head, ["---"] * len(head), *rows]
-    return [
-        "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
-    ]
+    """A pipe table of plain text."""
+    lines = [[escape(cell) for cell in line] for line in (head, *rows)]
+    return ["| " + " | ".join(line) + " |" for line in (lines[0], ["---"] * len(head), *lines[1:])]
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
-    out = [f"# {report['title']}", ""]
-    out += [f"{sentence}" for sentence in report["summary"]] or ["Nothing has been evaluated yet."]
+    out = [f"# {escape(report['title'])}", ""]
+    out += [escape(sentence) for sentence in report["summary"]] or ["Nothing has been evaluated yet."]
     if report["flags"]:
         out += ["", "## Before you believe it", ""]
-        out += [f"- **{flag['level'].capitalize()}.** {flag['text']}" for flag in report["flags"]]
+        out += [f"- **{flag['level'].capitalize()}.** {escape(flag['text'])}" for flag in report["flags"]]
     out += ["", "## Accepted length", "", *length_table(report), ""]
     if any(row["tokens_per_second"] for row in report["speed"]):
         out += ["## By the clock", "", *_speed(report), ""]
@@ -33,7 +45,11 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     out += _serving(report)
     out += _cache(report)
     out += ["## Provenance", ""]
-    out += [f"- {name}: {value}" for name, value in report["provenance"].items() if not isinstance(value, Mapping)]
+    out += [
+        f"- {escape(name)}: {escape(value)}"
+        for name, value in report["provenance"].items()
+        if not isinstance(value, Mapping)
+    ]
     out += [f"- measured: {report['created']}", ""]
     return "\n".join(out)
 

@@ -56,6 +56,7 @@ RENAMED = {
     "evaluate.rows": "evaluate.batch_size",
     "evaluate.workers": "evaluate.num_workers",
     "evaluate.plain": "evaluate.without_drafter",
+    "publish.speculators": "publish.layouts=[speculators]",
 }
 
 

@@ -405,7 +405,7 @@ class PublishSettings(Section):
     dtype: Literal["float32", "bfloat16"] | None = None  # of the weights; null: the target's
     # That take the embedding's output (-1) among the target's hidden states, where it is one of them.
     engines: Annotated[tuple[str, ...], Distinct] = ()
-    speculators: bool = False  # the same drafter in the layout of `speculators`, in published/speculators
+    layouts: tuple[str, ...] = ()  # beside its own, each in a folder of its name: speculators, or a plugin's
     repository: str | None = None  # a Hugging Face repository to upload to; null: no upload
     private: bool = True
     license: str = "other"

@@ -24,7 +24,7 @@ from dspark.decoding.decoder import Completion, Decoder, Request, SamplingConfig
 from dspark.decoding.target import Target
 from dspark.models.dspark import DSpark
 from pipelines.data.packaged_target import packaged_target
-from pipelines.exports.native import Publication, publish_native
+from pipelines.publishing.publication import Publication, publish
 
 CACHE = Path(os.environ.get("DSPARK_ENGINES_CACHE", Path(__file__).resolve().parents[2] / ".engines"))
 LAYERS = (0, 2, 3)
@@ -95,8 +95,8 @@ def drafter_for(target: Target, draft_vocab: int | None) -> DSpark:
     return drafter.eval()
 
 
-def publish(drafter: DSpark, target: Target, folder: Path) -> None:
-    """Through the exporter and its gates, as `dspark publish` does."""
+def publish_tiny(drafter: DSpark, target: Target, folder: Path) -> None:
+    """Through the publisher and its checks, as `dspark publish` does."""
     config = drafter.config
     hashes = target.hashes()
     contract = Contract(
@@ -110,8 +110,7 @@ def publish(drafter: DSpark, target: Target, folder: Path) -> None:
         mask_token_id=config.mask_token_id,
         **hashes,
     )
-    probe = list(range(1, 200))
-    publish_native(Publication(name="tiny", drafter=drafter, target=target, contract=contract, probe_ids=probe), folder)
+    publish(Publication(name="tiny", drafter=drafter, target=target, contract=contract), folder)
 
 
 def decode(target: Target, drafter: DSpark | None) -> dict[str, Completion]:
@@ -135,7 +134,7 @@ def test_drafts_and_acceptance_are_ours(tied: bool, draft_vocab: int | None, tmp
     torch.set_num_threads(1)  # models this small only lose time to threads
     target = tiny_target(tmp_path / "target", tied=tied)
     drafter = drafter_for(target, draft_vocab)
-    publish(drafter, target, tmp_path / "published")
+    publish_tiny(drafter, target, tmp_path / "published")
     plain, ours = decode(target, None), decode(target, drafter)
 
     target_gguf = tools.convert_target(tmp_path / "target", keep=tmp_path)

@@ -1,7 +1,7 @@
 """vLLM drafts from what we publish, on a CPU: DFlash in its own layout, and EAGLE-3.
 
-Each drafter is overfitted on a small random target's answers to a few prompts, published through the exporter and its
-gates, and served from that folder. No run is needed.
+Each drafter is overfitted on a small random target's answers to a few prompts, published through the publisher and its
+checks, and served from that folder. No run is needed.
 """
 
 import os
@@ -18,7 +18,7 @@ from vllm_cpu.toolchain import Generated, VllmCpu, prepare
 
 from dspark.decoding.decoder import Completion
 from dspark.decoding.target import Target
-from pipelines.exports.native import Publication, publish_native
+from pipelines.publishing.publication import Publication, publish
 from storage.cache.shards import StoredRow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,14 +112,13 @@ def test_text_drafts_and_acceptance_are_ours(name: str, engine: VllmCpu, learnt:
     kind, target = KINDS[name], learnt.target
     tokens = None if kind.draft_vocabulary is None else draft_tokens(learnt, kind.draft_vocabulary)
     drafter = overfit(target, learnt.samples, steps=STEPS, draft_tokens=tokens, **kind.parts)
-    publish_native(
+    publish(
         Publication(
             name="overfitted",
             drafter=drafter,
             target=target,
             contract=contract_of(target, drafter, str(learnt.folder)),
-            probe_ids=learnt.samples[0].input_ids.tolist(),
-            speculators=True,
+            layouts=("speculators",),
         ),
         tmp_path / "published",
     )

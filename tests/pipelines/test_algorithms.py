@@ -65,7 +65,7 @@ def test_trains_decodes_and_publishes(kind: str, started: tuple[Path, Path], tmp
     directory = tmp_path / "run"
     shutil.copytree(start, directory)
     has_form = architecture != "SlotwiseModel"
-    speculators = f"publish.speculators={str(has_form).lower()}"
+    speculators = f"publish.layouts={'[speculators]' if has_form else '[]'}"
     outcomes = run_stages(settings_for(config, directory, *words, speculators), Reporter())
     states = {outcome.stage: outcome.state for outcome in outcomes}
     assert states.pop("regenerate") == states.pop("cache") == "skipped"  # one cache serves them all
@@ -86,8 +86,8 @@ def test_trains_decodes_and_publishes(kind: str, started: tuple[Path, Path], tmp
     assert json.loads((published / "config.json").read_text())["architectures"] == [architecture]
     drafter = load_drafter(published)
     assert drafter.block_size == tokens
-    gates: dict[str, Any] = json.loads((published / "gates.json").read_text())
-    compared = [gates[gate]["tokens_equal"] for gate in gates if gate.startswith("4 drafts alike")]
+    checked: dict[str, Any] = json.loads((published / "publish_checks.json").read_text())
+    compared = [found["tensors"] for name, found in checked.items() if name.startswith("4 reads back")]
     assert len(compared) == 1 + has_form
     assert min(compared) > 0
     states = {outcome.state for outcome in run_stages(settings_for(config, directory, *words, speculators), Reporter())}

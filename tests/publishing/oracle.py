@@ -1,8 +1,7 @@
-"""A second reader of published folders: what an engine would make of them.
+"""A second implementation of the published drafters: what an engine would make of a folder.
 
-It knows `config.json`, the tensor names and the papers, and shares no code with the drafter that was trained. It is
-slow and short: one block at a time, the whole context projected anew each round, float32. Publishing compares the two,
-so that a key read differently (rotary settings, a norm, the layout of a block) is found before anybody serves it.
+It knows `config.json`, the tensor names and the papers, and shares no code with the product. It is slow and short: one
+block at a time, the whole context projected anew each round, float32. `drafts_alike` compares the two.
 
 Legend: S context tokens, G draft slots, V vocabulary, Vd draft vocabulary, d hidden size, m captured layers, H heads,
 D head size.
@@ -10,6 +9,7 @@ D head size.
 
 from __future__ import annotations
 
+import copy
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -25,6 +25,7 @@ from pipelines.errors import UserError
 MASK_FIRST = "DFlashDraftModel"
 EAGLE3 = "Qwen3Eagle3Model"
 ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel", MASK_FIRST, EAGLE3)
+PROBE_ROUNDS = 4
 OUTSIDE = -1e4  # logit of a token that is never drafted
 
 
@@ -57,7 +58,7 @@ def open_folder(folder: str | Path, embedding: Tensor | None = None, head: Tenso
     if architecture not in ARCHITECTURES:
         raise UserError(f"{folder} holds a {architecture}; this reader knows {', '.join(ARCHITECTURES)}")
     if architecture == EAGLE3:
-        from pipelines.exports.eagle3_reader import Eagle3Reader
+        from eagle3_oracle import Eagle3Reader
 
         return Eagle3Reader(config, tensors)
     return BlockReader(config, tensors)
@@ -259,3 +260,90 @@ class BlockReader(Reader):
         gate, candidate, output = joint.chunk(3)
         kept = torch.sigmoid(gate)
         return torch.tanh(output), kept * memory + (1 - kept) * torch.tanh(candidate)
+
+
+@torch.no_grad()
+def drafts_alike(
+    folder: Path, drafter: Any, token_ids: Sequence[int], features: Tensor, *, tolerance: float = 2e-3
+) -> dict[str, Any]:
+    """The folder as this reader sees it, against `drafter`, over rounds with a growing context cache.
+
+    `token_ids` [S] and `features` [S, m*d] are real ones of the target. Logits and confidences may differ by
+    `tolerance` of the largest logit (or 1); a drafted token may differ only where two logits are that close.
+    """
+    reader = open_folder(folder, drafter.embed_tokens.weight, drafter.lm_head.weight)
+    # Both in float32, whatever was stored: rounding on the way is no difference in meaning.
+    ours = drafter if drafter.dtype == torch.float32 else copy.deepcopy(drafter).float()
+    features = features.float()
+    last = len(token_ids) - 1
+    if last < 1:
+        raise AssertionError(f"the probe has {len(token_ids)} tokens; at least 2 are needed to draft a block")
+    anchors = sorted({max(1, round(last * (index + 1) / PROBE_ROUNDS)) for index in range(PROBE_ROUNDS)})
+    cache = ours.new_cache(1, last + ours.block_size + 1)
+    done, worst, worst_confidence, tokens = 0, 0.0, 0.0, 0
+    for anchor in anchors:
+        positions = torch.arange(done, anchor)
+        next_ids = torch.tensor(list(token_ids[done + 1 : anchor + 1]))
+        ours.write_context(cache, features[done:anchor], torch.zeros_like(positions), positions, next_ids)
+        done = anchor
+        expected = reader.draft(token_ids[: anchor + 1], features[:anchor].cpu())
+        logits, drafted, confidence = _greedy_block(ours, int(token_ids[anchor]), anchor, cache)
+        bound = tolerance * max(1.0, float(expected.logits[expected.logits > -1e3].abs().max()))
+        agreed = _agreeing(drafted, expected.tokens, expected.logits, bound)
+        # After a tie the two drafts go their own ways: what follows has other previous tokens.
+        # A Markov column keeps other tokens out by adding to their logits, a mapping by leaving them out.
+        apart = (logits[:agreed] - expected.logits[:agreed])[expected.logits[:agreed] > OUTSIDE / 2].abs()
+        difference = float(apart.max()) if agreed else 0.0
+        worst, tokens = max(worst, difference), tokens + agreed
+        if difference > bound:
+            raise AssertionError(
+                f"at position {anchor} the published folder gives other logits than the trained drafter: "
+                f"{difference:.3g} apart, allowed {bound:.3g}. A setting is read differently (rotary settings, norms, "
+                "block layout)."
+            )
+        if (confidence is None) != (expected.confidence is None):
+            raise AssertionError("only one of the trained drafter and the published folder has a confidence head")
+        if confidence is not None and expected.confidence is not None and agreed:
+            distance = float((confidence[:agreed] - expected.confidence[:agreed]).abs().max())
+            worst_confidence = max(worst_confidence, distance)
+            if distance > bound:
+                raise AssertionError(
+                    f"at position {anchor} the confidences are {distance:.3g} apart, allowed {bound:.3g}"
+                )
+    return {
+        "rounds": len(anchors),
+        "context": anchors,
+        "tokens_equal": tokens,
+        "largest_logit_difference": worst,
+        "largest_confidence_difference": worst_confidence,
+    }
+
+
+def _greedy_block(drafter: Any, anchor_id: int, anchor: int, cache: Any) -> tuple[Tensor, list[int], Tensor | None]:
+    """The trained drafter's own block: logits [G, V], tokens, confidence logits [G]."""
+    ids, rows, tokens = drafter.draft_token_ids, [], []
+
+    def choose(logits: Tensor) -> Tensor:
+        row = logits[0]
+        if ids is not None:  # what is never drafted stands where readers have it
+            row = torch.full((drafter.config.vocab_size,), OUTSIDE, device=row.device).scatter(0, ids, row)
+        rows.append(row)
+        tokens.append(int(row.argmax()))
+        return row.argmax()[None]
+
+    first, place = torch.tensor([anchor_id], device=drafter.device), torch.tensor([anchor])
+    confidence = drafter.draft(first, place, cache, drafter.block_size, choose, drafter.output_weights())
+    return torch.stack(rows).cpu(), tokens, None if confidence is None else confidence[0].cpu()
+
+
+def _agreeing(ours: Sequence[int], theirs: Sequence[int], logits: Tensor, bound: float) -> int:
+    """Slots up to and including the first in which the drafts part; raises unless that slot is a tie."""
+    for slot, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if a != b:
+            gap = float(logits[slot, b] - logits[slot, a])
+            if gap > 2 * bound:
+                raise AssertionError(
+                    f"slot {slot + 1}: the trained drafter drafts token {a}, the published folder {b}, {gap:.3g} apart"
+                )
+            return slot + 1
+    return len(ours)

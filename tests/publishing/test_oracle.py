@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
-from pipelines.exports.reader import open_folder
+from oracle import open_folder
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FOLDERS = sorted(path.parent.parent.name for path in GOLDEN.glob("*/checkpoint/config.json"))

@@ -1,7 +1,7 @@
-"""Publish a drafter: checkpoint in its own layout (and another beside), temperatures, contract, model card, manifest.
+"""Publish a drafter: checkpoint in its own layout (and others beside), temperatures, contract, model card, manifest.
 
 1. Write everything into a folder beside the final one.
-2. Pass the gates (pipelines.exports.gates); one that fails leaves nothing behind.
+2. Check it (pipelines.publishing.checks); a check that fails leaves nothing behind.
 3. Put the folder in its place, with the hash of every file in its manifest (dspark.manifest).
 """
 
@@ -15,13 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dspark.config import DrafterConfig
-from dspark.manifest import new_folder, read_manifest
-from pipelines.errors import UserError
-from pipelines.exports import gates
-from pipelines.exports.card import model_card
+import numpy as np
+import torch
 
-SPECULATORS = "speculators"
+from dspark.config import DrafterConfig
+from dspark.contract import Contract
+from dspark.manifest import new_folder, read_manifest
+from dspark.models.checkpoint import CONFIG, save_drafter
+from pipelines.publishing import checks
+from pipelines.publishing.card import model_card
+from pipelines.publishing.layouts import layouts
+from pipelines.reporting.page import render_page
 
 
 class PublishError(UserError):
@@ -32,104 +36,89 @@ class PublishError(UserError):
 class Publication:
     """What is published.
 
-    drafter: the trained module. target: a `Target` with its embedding and head. contract: how states and
-    blocks are to be read, with the drafter's block fields. probe_ids: a real text of the target, for gate 4.
-    calibration: {"temperatures": [G], …} or None. report: report.json, for the card and beside the checkpoint.
-    dtype: "float32", "bfloat16" or None (as trained). license: of the weights; None leaves it out of the card.
-    engines: named when a captured layer is -1 or the last one. speculators: that layout too, in a folder of this name.
+    drafter: the trained module. target: `dspark.decoding.target.Target` with its embedding and head. contract: how
+    states and blocks are to be read, with the drafter's block fields. calibration: {"temperatures": [G], …} or None.
+    report: report.json, for the card and beside the checkpoint. dtype: "float32", "bfloat16" or None (as trained).
+    license: of the weights; None leaves it out of the card. engines: named when a captured layer is -1 or the last one.
+    layouts: others that it is published in, each in a folder of its name.
     """
 
     name: str
     drafter: Any
     target: Any
-    contract: Any
-    probe_ids: Sequence[int]
+    contract: Contract
     calibration: Mapping[str, Any] | None = None
     report: Mapping[str, Any] | None = None
     dtype: str | None = None
     license: str | None = None
     engines: Sequence[str] = ()
-    speculators: bool = False
+    layouts: tuple[str, ...] = ()
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
 
-def publish_native(publication: Publication, folder: str | os.PathLike[str]) -> dict[str, Any]:
+def publish(publication: Publication, folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Publish into a local folder, replacing what is there; returns the manifest.
 
-    Raises gates.GateFailed, PublishError or CheckpointError; the old folder then stays as it was.
+    Raises CheckFailed, PublishError, SettingError (no such layout) or CheckpointError; the old folder then stays.
     """
-    final = Path(folder)
-    notes = publication.drafter.engine_notes(publication.drafter.config, speculators=publication.speculators)
+    final, drafter = Path(folder), publication.drafter
+    notes = drafter.engine_notes(drafter.config, speculators="speculators" in publication.layouts)
     with new_folder(final, engines=notes) as staging:
-        _write(publication, staging)
+        _write(publication, staging, notes)
     return read_manifest(final) or {}
 
 
-def _write(publication: Publication, staging: Path) -> None:
+def _write(p: Publication, staging: Path, notes: Sequence[str]) -> None:
     """The files but the manifest."""
-    import torch
-
-    from dspark.models.checkpoint import save_drafter
-    from pipelines.exports.speculators import write_speculators
-
-    p = publication
     drafter = p.drafter
     if p.dtype is not None and str(drafter.dtype).removeprefix("torch.") != p.dtype:
         drafter = copy.deepcopy(drafter).to(getattr(torch, p.dtype))
     embedding, head = p.target.embed_tokens.weight, p.target.lm_head.weight
     save_drafter(drafter, staging, p.target.text_config)
-    config_file = staging / "config.json"
-    config = json.loads(config_file.read_text())
+    config = json.loads((staging / CONFIG).read_text())
     if not torch.equal(embedding, head):
         # llama.cpp would take a stored embedding for the head where the target does not tie the two.
         config["has_embed_tokens"] = False
-        config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        _write_json(staging / CONFIG, config)
     temperatures = check_temperatures(p.calibration, drafter.config)
-    features = p.target.capture(torch.tensor([list(p.probe_ids)])).features[0]
-    results = {
-        "1 every key written": gates.keys_written(config),
-        "2 ids are real": gates.ids_are_real(config, embedding, engines=p.engines),
-        "3 shared weights equal": gates.shared_weights_equal(staging, embedding, head),
-        "4 drafts alike": gates.drafts_alike(staging, drafter, p.probe_ids, features),
-        "5 engines": drafter.engine_notes(drafter.config, speculators=p.speculators),
+    found = {
+        "1 every key written": checks.keys_written(config),
+        "2 ids are real": checks.ids_are_real(config, embedding, engines=p.engines),
+        "3 shared weights equal": checks.shared_weights_equal(staging, embedding, head),
+        "4 reads back": checks.reads_back(staging, drafter),
+        "5 engines": list(notes),
     }
-    if p.speculators:
-        other = staging / SPECULATORS
-        write_speculators(
-            drafter, other, target_name=p.contract.target_name, architectures=[type(p.target.model).__name__]
-        )
-        results["4 drafts alike, speculators layout"] = gates.drafts_alike(other, drafter, p.probe_ids, features)
+    for name in p.layouts:
+        written = layouts[name].write(drafter, staging / name, p.contract, [type(p.target.model).__name__])
+        found[f"4 reads back, {name}"] = written
     _check_contract(p.contract, drafter.config)
     p.contract.write(staging)
-    _write_json(staging / "gates.json", results)
+    _write_json(staging / "publish_checks.json", found)
     if temperatures is not None:
         assert p.calibration is not None
         _write_json(staging / "temperatures.json", dict(p.calibration) | {"temperatures": temperatures})
         _write_json(staging / "sglang_temperatures.json", sglang_table(p.calibration, temperatures))
     if p.report is not None:
-        from pipelines.reporting.page import render_page
-
         (staging / "report.html").write_text(render_page(p.report))
         (staging / "report.json").write_text(json.dumps(p.report, indent=1, ensure_ascii=False))
     if p.provenance:
-        (staging / "provenance.json").write_text(json.dumps(p.provenance, indent=2, default=str) + "\n")
+        _write_json(staging / "provenance.json", p.provenance)
     card = model_card(
         p.name,
         drafter.config,
-        p.contract.to_dict(),
+        p.contract,
         temperatures,
         p.report,
-        results,
+        notes,
         license=p.license,
         calibration=p.calibration,
+        layouts=p.layouts,
     )
     (staging / "README.md").write_text(card)
 
 
 def check_temperatures(calibration: Mapping[str, Any] | None, config: DrafterConfig) -> list[float] | None:
     """The table, one positive number a slot; PublishError says what is wrong with it. None when not calibrated."""
-    import numpy as np
-
     if calibration is None or not config.enable_confidence_head:
         return None
     table = [float(value) for value in calibration["temperatures"]]

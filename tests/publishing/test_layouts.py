@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from publications import GOLDEN, publication
-from safetensors.torch import load_file, save_file
+from oracle import PROBE_ROUNDS
+from publications import GOLDEN, compared, publication
+from safetensors.torch import load_file
 
+from dspark.config import SettingError
 from dspark.manifest import damaged_files
 from dspark.models.checkpoint import load_drafter
 from dspark.models.starting_weights import build_drafter
-from pipelines.exports import gates
-from pipelines.exports.native import Publication, publish_native
-from pipelines.exports.reader import open_folder
-from pipelines.exports.speculators import LayoutError, speculators_config
+from pipelines.plugins import load_plugins
+from pipelines.publishing.layouts import require_forms
+from pipelines.publishing.publication import Publication, publish
 
+PLUGIN = GOLDEN.parent / "plugins" / "flat_layout.py"
 ALL = sorted(path.parent.parent.name for path in GOLDEN.glob("*/checkpoint/config.json"))
 QWEN = [name for name in ALL if "gemma" not in name]
 
@@ -50,22 +52,21 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def check(made: Publication, folder: Path) -> dict[str, Any]:
+def check(made: Publication, folder: Path) -> None:
     """Publish with both layouts; both must draft alike, and the folder must open again as it was."""
-    publish_native(dataclasses.replace(made, speculators=True), folder)
+    publish(dataclasses.replace(made, layouts=("speculators",)), folder)
     assert damaged_files(folder) == []
-    found = json.loads((folder / "gates.json").read_text())
-    for gate in ("4 drafts alike", "4 drafts alike, speculators layout"):
-        assert found[gate]["rounds"] == gates.PROBE_ROUNDS
-        assert found[gate]["tokens_equal"] == gates.PROBE_ROUNDS * made.drafter.block_size
-        assert found[gate]["largest_logit_difference"] < 1e-3
-    again = load_drafter(folder)
-    assert again.config.replace(num_anchors=1) == made.drafter.config.replace(num_anchors=1)
+    for place in (folder, folder / "speculators"):
+        found = compared(made, place)
+        assert found["rounds"] == PROBE_ROUNDS
+        assert found["tokens_equal"] == PROBE_ROUNDS * made.drafter.block_size
+        assert found["largest_logit_difference"] < 1e-3
+    again = load_drafter(folder, needs_manifest=True)
+    assert again.config == made.drafter.config
     for name, tensor in made.drafter.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
     if made.drafter.draft_token_ids is not None:
         assert torch.equal(again.draft_token_ids, made.drafter.draft_token_ids)
-    return found
 
 
 @pytest.mark.parametrize("name", QWEN)
@@ -101,14 +102,16 @@ def test_other_drafters_in_both_layouts(kind: str, tmp_path: Path) -> None:
         assert torch.equal(stored["lm_head.weight"], made.target.lm_head.weight[drafted])
 
 
-def test_gemma_has_no_speculators_form(tmp_path: Path) -> None:
-    made = dataclasses.replace(publication("dspark_gemma4"), speculators=True)
-    with pytest.raises(LayoutError, match=r"publish\.speculators=false"):
-        publish_native(made, tmp_path / "published")
+def test_drafters_without_a_form_are_refused(tmp_path: Path) -> None:
+    made = dataclasses.replace(publication("dspark_gemma4"), layouts=("speculators",))
+    with pytest.raises(SettingError, match="Qwen3-style draft layers, not gemma4: leave it out"):
+        publish(made, tmp_path / "published")
     assert not (tmp_path / "published").exists()
     config = publication("dspark_vanilla").drafter.config.replace(target_layer_ids=(-1, 2))
-    with pytest.raises(LayoutError, match=r"-1, the embedding's output.*drafter\.target_layer_ids"):
-        speculators_config(config, target_name="t", architectures=[])
+    with pytest.raises(SettingError, match=r"publish\.layouts: .*-1, the embedding's output.*target_layer_ids"):
+        require_forms(("speculators",), config)
+    with pytest.raises(SettingError, match=r"no layout 'speculator'; did you mean speculators\?.*publish\.layouts"):
+        require_forms(("speculator",), config)
 
 
 @pytest.mark.parametrize(
@@ -120,35 +123,29 @@ def test_gemma_has_no_speculators_form(tmp_path: Path) -> None:
         ("eagle3_qwen3", "transformer_layer_config.rms_norm_eps", 0.5),
     ],
 )
-def test_a_key_read_differently_is_found(
-    name: str, key: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_second_implementation_finds_a_key_that_says_something_else(
+    name: str, key: str, value: Any, tmp_path: Path
 ) -> None:
-    from pipelines.exports import speculators
-
-    write = speculators.write_speculators
-
-    def spoiled(drafter: Any, folder: Path, **facts: Any) -> dict[str, Any]:
-        values = write(drafter, folder, **facts)
-        *outer, last = key.split(".")
-        section = values[outer[0]] if outer else values
-        section[last] = value
-        (folder / "config.json").write_text(json.dumps(values))
-        return values
-
-    monkeypatch.setattr(speculators, "write_speculators", spoiled)
-    with pytest.raises(ValueError, match=r"other logits|drafts token|norm_before_residual|tuple|shape|size"):
-        publish_native(dataclasses.replace(publication(name), speculators=True), tmp_path / "published")
-    assert not (tmp_path / "published").exists()
+    """So that equal drafts, above, mean that every key says what it should."""
+    made = dataclasses.replace(publication(name), layouts=("speculators",))
+    publish(made, tmp_path / "published")
+    folder = tmp_path / "published" / "speculators"
+    values = json.loads((folder / "config.json").read_text())
+    *outer, last = key.split(".")
+    (values[outer[0]] if outer else values)[last] = value
+    (folder / "config.json").write_text(json.dumps(values))
+    message = r"other logits|drafts token|norm_before_residual|tuple|shape|size"
+    with pytest.raises((AssertionError, ValueError, RuntimeError), match=message):
+        compared(made, folder)
 
 
-def test_mappings_that_disagree_are_refused(tmp_path: Path) -> None:
-    publish_native(changed("eagle3_qwen3", draft_vocab_size=40), tmp_path / "published")
-    path = tmp_path / "published" / "model.safetensors"
-    tensors = load_file(path)
-    tensors["t2d"] = tensors["t2d"].roll(1)
-    save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="d2t and t2d"):
-        open_folder(tmp_path / "published")
-    assert damaged_files(tmp_path / "published") == [
-        f"{tmp_path / 'published' / 'model.safetensors'} has been changed since it was written"
-    ]
+def test_a_layout_of_ones_own(tmp_path: Path) -> None:
+    """One class in one file, found by its name: tests/plugins/flat_layout.py."""
+    load_plugins([str(PLUGIN)])
+    made = dataclasses.replace(publication("dspark_vanilla"), layouts=("flat",))
+    publish(made, tmp_path / "published")
+    stored = load_file(tmp_path / "published" / "flat" / "model.safetensors")["weights"]
+    assert len(stored) == sum(tensor.numel() for tensor in made.drafter.state_dict().values())
+    assert json.loads((tmp_path / "published" / "flat" / "config.json").read_text())["block_size"] == 7
+    assert "- `flat/`: the same drafter in one long vector." in (tmp_path / "published" / "README.md").read_text()
+    assert damaged_files(tmp_path / "published") == []

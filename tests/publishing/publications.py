@@ -2,11 +2,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from oracle import drafts_alike
 
 from dspark.contract import Contract
 from dspark.decoding.target import Target
 from dspark.models.checkpoint import load_drafter
-from pipelines.exports.native import Publication
+from pipelines.publishing.publication import Publication
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -20,7 +21,7 @@ def publication(name: str, **changes: Any) -> Publication:
     target = Target(model, target_layer_ids=drafter.config.target_layer_ids, name="golden/target")
     contract = Contract(
         target_name="golden/target",
-        target_revision="abc",
+        target_revision="abc0" * 10,
         weights_sha256="1" * 64,
         tokenizer_sha256="2" * 64,
         chat_template_sha256="3" * 64,
@@ -35,7 +36,6 @@ def publication(name: str, **changes: Any) -> Publication:
         "drafter": drafter,
         "target": target,
         "contract": contract,
-        "probe_ids": torch.randint(0, 150, (40,), generator=torch.Generator().manual_seed(0)).tolist(),
         "calibration": {
             "temperatures": [1.1 + 0.1 * slot for slot in range(drafter.config.block_size)],
             "fitted_on": "calibration",
@@ -44,3 +44,10 @@ def publication(name: str, **changes: Any) -> Publication:
         "license": "mit",
     }
     return Publication(**(values | changes))
+
+
+def compared(made: Publication, folder: Path) -> dict[str, Any]:
+    """The folder as the second implementation drafts with it, against the trained drafter, on a text of the target."""
+    text = torch.randint(0, 150, (40,), generator=torch.Generator().manual_seed(0))
+    hidden_states = made.target.capture(text[None]).features[0]
+    return drafts_alike(folder, made.drafter, text.tolist(), hidden_states)

@@ -1,4 +1,4 @@
-"""The second reader of EAGLE-3 folders: see `pipelines.exports.reader`.
+"""The second reader of EAGLE-3 folders: see `oracle`.
 
 Legend: S context tokens, G draft tokens, d hidden size, m captured layers, H heads, D head size.
 """
@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from oracle import Draft, Reader
 from torch import Tensor
-
-from pipelines.exports.reader import Draft, Reader
 
 
 class Eagle3Reader(Reader):
