@@ -22,6 +22,7 @@ from dspark.config import DrafterConfig, SettingError
 from dspark.families import FAMILIES
 from dspark.models.checkpoint import WEIGHTS, load_drafter, native_tensors
 from dspark.registry import algorithms
+from pipelines.errors import UserError
 
 EVERY_KEY = (
     *("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
@@ -30,7 +31,7 @@ EVERY_KEY = (
 )
 
 
-class CheckFailed(ValueError):
+class CheckFailed(UserError):
     """The checkpoint is not published: a check found something that a server would stumble over."""
 
 

@@ -15,13 +15,14 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
 from dspark.manifest import require_intact
+from pipelines.errors import UserError
 
 HTTPError: Any = HfHubHTTPError.__mro__[1]  # the HTTP client's, under whatever name the hub client has it
 RETRIED = (408, 429, 500, 502, 503, 504)
 ATTEMPTS, FIRST_WAIT, LONGEST_WAIT = 8, 2.0, 300.0  # waits in seconds, doubled each time
 
 
-class UploadFailed(ValueError):
+class UploadFailed(UserError):
     """The hub refused, or could not be reached often enough."""
 
 

@@ -22,6 +22,7 @@ from dspark.config import DrafterConfig
 from dspark.contract import Contract
 from dspark.manifest import new_folder, read_manifest
 from dspark.models.checkpoint import CONFIG, save_drafter
+from pipelines.errors import UserError
 from pipelines.publishing import checks
 from pipelines.publishing.card import model_card
 from pipelines.publishing.layouts import layouts
