@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines.runs.graph import Stage
 from pipelines.runs.preflight import check_start, require_room, stages_left
 from pipelines.runs.run import Run
-from pipelines.tracking import Tracker, plan_tracking
+from pipelines.tracking.curves import Curves, plan_tracking
 from pipelines.workers import session
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _do(run: Run, name: str, left: Sequence[str], reporter: Reporter, shared: Ex
             # One Ray session for all the stages that are left: each stage's own then joins it.
             shared.enter_context(session(run.settings, run.directory.location()))
             require_room(run.settings, left)
-        with reporter.stage(name), Tracker(plan_tracking(run.settings, run, name), reporter.say) as run.tracker:
+        with reporter.stage(name), Curves(plan_tracking(run.settings, run, name), reporter.say) as run.tracker:
             result = run.stages[name].load().execute(run.settings, run, reporter) or {}
             assert run.tracker is not None
             run.tracker.summary(_numbers(result))

@@ -26,7 +26,7 @@ from storage.identity import differences, identity_of, plain
 
 if TYPE_CHECKING:
     from pipelines.settings import Settings
-    from pipelines.tracking import Tracker
+    from pipelines.tracking.curves import Curves
 
 
 RECORD_KEYS = {"stage": str, "identity": str, "complete": bool, "seconds": float, "result": dict, "fields": dict}
@@ -41,7 +41,7 @@ class Run:
         self.settings = settings = self._with_render_time(settings)
         self.stages = stages_of(settings) if stages is None else stages
         self._fields: dict[str, dict[str, Any]] = {}
-        self.tracker: Tracker | None = None  # of the stage that is being done
+        self.tracker: Curves | None = None  # of the stage that is being done
 
     def _with_render_time(self, settings: Settings) -> Settings:
         """The settings with one time for all prompts: theirs, or when the run first began."""

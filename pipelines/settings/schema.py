@@ -18,6 +18,7 @@ from dspark.losses.losses import LossConfig, loss_settings, loss_terms
 from dspark.registry import algorithms
 from pipelines.plugins import load_texts, plugin_texts
 from pipelines.settings.recipes import require_fitting_loss
+from pipelines.tracking import trackers
 from storage.codecs.registry import HIDDEN_STATES, TEACHER, codec_class, known_codec
 
 Positive = Annotated[int, Field(ge=1, le=2**53)]  # what JSON, and a reader in any language, keeps whole
@@ -38,6 +39,8 @@ def _each_once(values: _Values) -> _Values:
 
 Distinct = AfterValidator(_each_once)  # of a list
 Algorithm = Annotated[str, AfterValidator(algorithms.known)]
+TrackerName = Annotated[str, AfterValidator(trackers.known)]
+WandbMode = Literal["auto", "offline", "online", "disabled"]
 
 
 def _codec_of(part: str) -> Any:
@@ -412,9 +415,10 @@ class PublishSettings(Section):
 
 
 class TrackingSettings(Section):
-    """Weights & Biases; the local log is kept in any case."""
+    """Where curves are sent; the local log is kept in any case."""
 
-    wandb: Literal["auto", "offline", "online", "disabled"] = "auto"  # auto: online when a key is configured
+    trackers: tuple[TrackerName, ...] = ("wandb",)  # by name; `plugins` add more
+    wandb: WandbMode = "auto"  # auto: as WANDB_MODE says, else online when a key is configured, else offline
     project: str = "dspark"
     entity: str | None = None
     tags: tuple[str, ...] = ()

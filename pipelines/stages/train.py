@@ -30,7 +30,7 @@ from pipelines.workers import session
 if TYPE_CHECKING:
     from pipelines.progress import Reporter, Task
     from pipelines.runs.run import Run
-    from pipelines.tracking import Tracker
+    from pipelines.tracking.curves import Curves
 
 
 # Settings that decide how the work is split, written down and watched, and no step.
@@ -118,7 +118,7 @@ def train_on(
     reporter: Reporter,
     *,
     name: str = "drafter",
-    tracker: Tracker | None = None,
+    tracker: Curves | None = None,
 ) -> list[dict[str, Any]]:
     """Train on a finished cache in the current Ray session, going on with what `output` holds; the log's lines."""
     from pipelines.training.log import LOG, read_log
@@ -227,7 +227,7 @@ def weights_identity(start: str) -> str:
 
 
 @contextmanager
-def _following(folder: Path, task: Task, reporter: Reporter, tracker: Tracker | None, start: int) -> Iterator[None]:
+def _following(folder: Path, task: Task, reporter: Reporter, tracker: Curves | None, start: int) -> Iterator[None]:
     """Show the newest line of the log every second, say its warnings, and hand new lines to the tracker.
 
     The tracker first gets the lines up to the checkpoint that a stopped process had no time to hand over.

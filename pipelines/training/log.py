@@ -12,7 +12,7 @@ from torch import distributed
 
 from cluster.engine import StepResult
 from dspark.losses.losses import add_sums, metrics_of
-from pipelines.tracking import parse_rows
+from pipelines.tracking.local_log import parse_rows
 
 LOG, VALIDATION = "log.jsonl", "validation.jsonl"
 

@@ -14,20 +14,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.tracking import Tracker, TrackerPlan, WandbMode, parse_rows, read_log, wandb_mode
+from pipelines.errors import UserError
+from pipelines.settings import settings_from_dict
+from pipelines.settings.schema import TrackingSettings, WandbMode
+from pipelines.tracking import TrackerPlan
+from pipelines.tracking.curves import Curves
+from pipelines.tracking.local_log import parse_rows, read_log
+from pipelines.tracking.wandb import wandb_mode
 
 
-def plan(folder: Path, mode: WandbMode = "disabled") -> TrackerPlan:
+def plan(folder: Path, mode: WandbMode = "disabled", *, trackers: tuple[str, ...] = ("wandb",)) -> TrackerPlan:
     return TrackerPlan(
         stage="train",
         directory=str(folder),
         log_name="logs/train-1.jsonl",
         run_id="train-1",
         group="group",
-        mode=mode,
-        project="project",
-        entity=None,
-        tags=(),
+        settings=TrackingSettings(wandb=mode, project="project", trackers=trackers),
         config={"a": 1},
     )
 
@@ -37,7 +40,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def test_rows_come_back_with_numbers_that_json_does_not_know(tmp_path: Path) -> None:
-    with Tracker(plan(tmp_path)) as tracker:
+    with Curves(plan(tmp_path)) as tracker:
         tracker.log({"train/loss": float("nan"), "train/tau": 2.5}, step=1)
         tracker.summary({"best": 3})
     rows = read_log(str(tmp_path), "logs/train-1.jsonl")
@@ -45,10 +48,10 @@ def test_rows_come_back_with_numbers_that_json_does_not_know(tmp_path: Path) -> 
 
 
 def test_a_resumed_stage_leaves_no_gap_and_no_repeat(tmp_path: Path) -> None:
-    with Tracker(plan(tmp_path)) as tracker:
+    with Curves(plan(tmp_path)) as tracker:
         for step in range(1, 8):
             tracker.log({"x": step}, step=step)
-    with Tracker(plan(tmp_path)) as tracker:
+    with Curves(plan(tmp_path)) as tracker:
         tracker.resume_after(4)
         for step in range(5, 10):
             tracker.log({"x": step}, step=step)
@@ -57,7 +60,7 @@ def test_a_resumed_stage_leaves_no_gap_and_no_repeat(tmp_path: Path) -> None:
 
 def test_steps_that_a_stopped_stage_had_no_time_to_log_are_added_when_it_goes_on(tmp_path: Path) -> None:
     """Killed with steps 1, 2 and 5 in the local log; the work is at 4. The line of step 3 is torn."""
-    with Tracker(plan(tmp_path)) as tracker:
+    with Curves(plan(tmp_path)) as tracker:
         for step in (1, 2, 3, 5):
             tracker.log({"train/x": step}, step=step)
         tracker.log({"validation/x": 2.5}, step=2)
@@ -65,7 +68,7 @@ def test_steps_that_a_stopped_stage_had_no_time_to_log_are_added_when_it_goes_on
     path.write_text(path.read_text().replace('"train/x": 3', '"train/'))
     done = [(step, {"train/x": step}) for step in range(1, 7)]
     done += [(step, {"validation/x": step + 0.5}) for step in (2, 4, 6)]
-    with Tracker(plan(tmp_path)) as tracker:
+    with Curves(plan(tmp_path)) as tracker:
         tracker.resume_after(4, done)
         tracker.log({"train/x": 5}, step=5)
     rows = read_log(str(tmp_path), "logs/train-1.jsonl")
@@ -96,11 +99,11 @@ def test_of_a_damaged_log_every_row_is_read_that_is_whole(place: int, new: bytes
 
 
 def test_a_line_cut_off_by_a_kill_is_dropped(tmp_path: Path) -> None:
-    with Tracker(plan(tmp_path)) as tracker:
+    with Curves(plan(tmp_path)) as tracker:
         tracker.log({"x": 1}, step=1)
     with open(tmp_path / "logs/train-1.jsonl", "a") as file:
         file.write('{"step": 2, "x"')
-    with Tracker(plan(tmp_path)) as tracker:
+    with Curves(plan(tmp_path)) as tracker:
         tracker.log({"x": 2}, step=2)
     assert steps(tmp_path) == [1, 2]
 
@@ -115,10 +118,9 @@ def test_wandb_offline_writes_one_run_a_stage_that_can_be_resumed(
     (tmp_path / "page.html").write_text("<b>report</b>")
     said: list[str] = []
     for _ in range(2):
-        with Tracker(plan(tmp_path, "offline"), said.append) as tracker:
+        with Curves(plan(tmp_path, "offline"), said.append) as tracker:
             tracker.log({"train/loss": 1.0}, step=1)
             tracker.html("report", tmp_path / "page.html")
-            tracker.artifact(tmp_path / "page.html", "report")
     assert said == []
     found = sorted(path.name for path in (tmp_path / "logs/wandb").rglob("run-*.wandb"))
     assert found
@@ -149,11 +151,11 @@ def test_an_offline_run_that_goes_on_shows_the_earlier_steps_too(
 
     for name in ("CONFIG", "CACHE", "DATA"):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
-    with Tracker(plan(tmp_path, "offline")) as tracker:
+    with Curves(plan(tmp_path, "offline")) as tracker:
         for step in (1, 2, 3):
             tracker.log({"train/x": float(step)}, step=step)
     done = [(step, {"train/x": float(step)}) for step in (1, 2, 3, 4)]
-    with Tracker(plan(tmp_path, "offline")) as tracker:
+    with Curves(plan(tmp_path, "offline")) as tracker:
         tracker.resume_after(4, done)
         tracker.log({"train/x": 5.0}, step=5)
     newest = max((tmp_path / "logs/wandb").rglob("run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
@@ -196,12 +198,50 @@ def test_a_failing_wandb_is_said_once_and_stops_nothing(
 
     monkeypatch.setattr(wandb, "init", init)
     said: list[str] = []
-    with Tracker(plan(tmp_path, "online"), said.append) as tracker:
+    with Curves(plan(tmp_path, "online"), said.append) as tracker:
         for step in (1, 2, 3):
             tracker.log({"x": 1.0}, step=step)
     assert steps(tmp_path) == [1, 2, 3]
     assert len(said) == 1
     assert "no network" in said[0]
+
+
+TOY = '''
+from pathlib import Path
+
+from pipelines.tracking import Tracker, trackers
+
+
+@trackers.register("toy")
+class Toy(Tracker):
+    """Lines in a file of its own."""
+
+    def log(self, values, step):
+        with open(Path(self.plan.directory) / "toy.txt", "a") as file:
+            file.write(f"{self.plan.stage} {step} {dict(values)}\\n")
+
+    def summary(self, values):
+        raise RuntimeError("no summaries at http://me:secret@toy")
+'''
+
+
+def test_a_tracker_from_a_file_of_ones_own_is_named_in_the_settings(tmp_path: Path) -> None:
+    (tmp_path / "toy.py").write_text(TOY)
+    values = {"run": {"directory": str(tmp_path)}, "target": {"model": "m"}, "tracking": {"trackers": ["toy"]}}
+    with pytest.raises(UserError, match=r"no tracker 'toy'.*known are wandb.*tracking\.trackers"):
+        settings_from_dict(values)
+    settings = settings_from_dict({**values, "plugins": [str(tmp_path / "toy.py")]})
+    said: list[str] = []
+    with Curves(plan(tmp_path, trackers=settings.tracking.trackers), said.append) as curves:
+        curves.log({"train/loss": 1.5}, step=1)
+        curves.summary({"best": 1})
+        curves.log({"train/loss": 1.0}, step=2)
+    assert (tmp_path / "toy.txt").read_text() == "train 1 {'train/loss': 1.5}\n"
+    assert said == [
+        "toy stopped working (summary: RuntimeError: no summaries at http://***@toy); the local log "
+        f"{tmp_path}/logs/train-1.jsonl goes on"
+    ]
+    assert steps(tmp_path) == [1, 2]
 
 
 def test_wandb_is_offline_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,8 +260,8 @@ LOGGER = (
     "sys.path.insert(0, sys.argv[2])\n"
     "from test_tracking import plan\n"
     "from pathlib import Path\n"
-    "from pipelines.tracking import Tracker\n"
-    "tracker = Tracker(plan(Path(sys.argv[1])))\n"
+    "from pipelines.tracking.curves import Curves\n"
+    "tracker = Curves(plan(Path(sys.argv[1])))\n"
     "for step in itertools.count(1):\n"
     "    tracker.log({'x': step}, step=step)\n"
     "    if step == 50: print('going', flush=True)\n"
