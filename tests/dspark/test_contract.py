@@ -1,10 +1,16 @@
 """The contract compares, names what differs and what cures it, and leaves block fields open for a cache."""
 
+import json
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dspark.contract import Contract, ContractMismatch
+from dspark.manifest import CheckpointError
 
 CACHE = Contract(
     target_name="t",
@@ -54,3 +60,31 @@ def test_nothing_is_filled_in() -> None:
         Contract.from_dict(CACHE.to_dict() | {"extra": 1})
     with pytest.raises(ValueError, match="thinking"):
         replace(CACHE, thinking="maybe")
+
+
+def test_a_folders_contract_is_read_or_refused(tmp_path: Path) -> None:
+    assert Contract.read(tmp_path) is None
+    CACHE.write(tmp_path)
+    assert Contract.read(tmp_path) == CACHE
+    for cut in ({"target_name": "t"}, {**CACHE.to_dict(), "more": 1}, {**CACHE.to_dict(), "weights_sha256": None}):
+        (tmp_path / "contract.json").write_text(json.dumps(cut))
+        with pytest.raises(CheckpointError, match=r"contract\.json: .*: fetch or publish it again"):
+            Contract.read(tmp_path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.dictionaries(st.sampled_from(list(CACHE.to_dict())), JSON, max_size=3), data=st.binary(max_size=40))
+def test_any_contract_is_read_or_refused(changes: dict[str, object], data: bytes, tmp_path: Path) -> None:
+    for content in (data, json.dumps({**CACHE.to_dict(), **changes}).encode(), json.dumps(changes).encode()):
+        (tmp_path / "contract.json").write_bytes(content)
+        with suppress(CheckpointError):
+            found = Contract.read(tmp_path)
+            assert found is not None
+            assert all(isinstance(layer, int) for layer in found.target_layer_ids)

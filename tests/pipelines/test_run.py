@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dspark.manifest import new_folder
 from pipelines.errors import UserError
 from pipelines.progress import Reporter
 from pipelines.runs.directory import RunDirectory
@@ -226,3 +228,40 @@ def test_the_lock_is_not_reentrant(tmp_path: Path) -> None:
     run = Run(settings(tmp_path), stages=STAGES)
     with run.directory.lock(), pytest.raises(UserError, match="already running"), run.directory.lock():
         pass
+
+
+def made_drafter(folder: Path, text: str) -> None:
+    with new_folder(folder) as staging:
+        (staging / "config.json").write_text(text)
+
+
+def test_a_drafter_that_was_changed_is_refused_and_one_that_is_gone_made_again(tmp_path: Path) -> None:
+    """`done already` is said of a final checkpoint or a publication whose every file is as it was written."""
+
+    def execute(self: Toy, settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
+        CALLS.append(self.name)
+        made_drafter(run.directory.path(f"{self.output}/final"), "{}")
+        return {}
+
+    stage = ToyStage(name="first", module="", output="one", drafter="one/final")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Toy, "execute", execute)
+
+        def run() -> list[str]:
+            CALLS.clear()
+            run_stages(settings(tmp_path), Reporter(quiet=True), stages={"first": stage})
+            return list(CALLS)
+
+        assert run() == ["first"]
+        assert run() == []
+        final = tmp_path / "one" / "final"
+        for name in ("config.json", "manifest.json"):
+            data = (final / name).read_bytes()
+            (final / name).write_bytes(bytes([data[0] ^ 1]) + data[1:])
+            with pytest.raises(UserError, match=rf"{name} .*: remove {final} and run the same command again"):
+                run()
+            (final / name).write_bytes(data)
+        assert run() == []
+        shutil.rmtree(final)
+        assert run() == ["first"]
+        assert run() == []

@@ -10,6 +10,7 @@ from synthetic_events import conversations, decode, full_inputs, full_report, la
 
 from pipelines.evaluation.round_log import COMPLETION_SCHEMA, EVENT_SCHEMA, completion_table, event_table
 from pipelines.evaluation.samples import piece, sample_texts
+from pipelines.reporting.markdown import render_markdown
 from pipelines.reporting.report import (
     MOST_POINTS,
     SCHEMA,
@@ -73,6 +74,19 @@ def test_the_three_say_the_same(report: dict[str, Any], tmp_path: Path) -> None:
     for row in report["accepted_length"]:
         assert f"{row['value']:.3f}" in page
         assert f"{row['value']:.2f}" in markdown
+
+
+def test_names_from_data_are_shown_as_they_stand(report: dict[str, Any]) -> None:
+    """No link, tag, heading or table cell comes of a title, a domain or a recorded command."""
+    odd = "x](http://evil) <img src=x> `| **b** |`\n# heading"
+    rows = [{**row, "domain": odd} if row["domain"] != "mean" else row for row in report["accepted_length"]]
+    provenance = {**report["provenance"], "command": odd}
+    flags = [{"level": "warning", "text": odd}]
+    changed = {**report, "title": odd, "accepted_length": rows, "provenance": provenance, "flags": flags}
+    text = render_markdown(changed)
+    assert text.count("evil") >= 4
+    for active in ("<img", "](http", "**b**", "\n# heading"):
+        assert active not in text.replace("\\]", "")
 
 
 def test_a_report_of_another_version_is_refused(tmp_path: Path) -> None:
