@@ -29,13 +29,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dspark.config import DrafterConfig
 from dspark.errors import DsparkError
 from dspark.losses.losses import NORMALIZER_EPSILON, TINY, LossConfig, SlotValues, loss_terms
 from dspark.losses.micro_batch import MicroBatch, Teacher
@@ -48,36 +47,17 @@ from dspark.losses.output_head import (
     multiply,
 )
 
+if TYPE_CHECKING:
+    from dspark.models.base import Drafter
+
 CPU_BUFFER_BYTES = 32 * 2**20
 GPU_BUFFER_BYTES = 512 * 2**20
-
-
-class SequentialHeadLike(Protocol):
-    """What the loss reads of a sequential head, whose bias is `bias_vectors @ markov_w2.weight.T`."""
-
-    markov_w2: nn.Linear  # [V, r]
-
-    def embed(self, previous_ids: Tensor) -> Tensor: ...  # [..., r]
-    def bias_vectors(self, states: Tensor, previous_ids: Tensor) -> Tensor: ...  # [N, G, r]
-
-
-class DrafterLike(Protocol):
-    """What the loss reads of a drafter."""
-
-    lm_head: nn.Linear  # [V, d], frozen
-    draft_token_ids: Tensor | None  # [D]
-
-    @property
-    def config(self) -> DrafterConfig: ...
-    @property
-    def sequential_head(self) -> SequentialHeadLike | None: ...
-    def confidence_logits(self, states: Tensor, previous_ids: Tensor) -> Tensor | None: ...
 
 
 class BlockLoss(nn.Module):
     """A drafter with its loss as one forward pass, which is what DeepSpeed wraps."""
 
-    def __init__(self, drafter: Any, config: LossConfig) -> None:
+    def __init__(self, drafter: Drafter, config: LossConfig) -> None:
         super().__init__()
         self.drafter, self.config = drafter, config
         self._head: OutputHead | None = None
@@ -120,7 +100,7 @@ def slot_weights(loss_mask: Tensor, position_decay: float) -> Tensor:
     return torch.exp(-slots / position_decay) * loss_mask
 
 
-def output_head_of(drafter: DrafterLike) -> OutputHead:
+def output_head_of(drafter: Drafter) -> OutputHead:
     """The frozen head that drafter and teacher share, cut to the draft vocabulary for the former."""
     return OutputHead.create(
         drafter.lm_head.weight,
@@ -130,7 +110,7 @@ def output_head_of(drafter: DrafterLike) -> OutputHead:
 
 
 def fused_loss(
-    drafter: DrafterLike,
+    drafter: Drafter,
     states: Tensor,
     batch: MicroBatch,
     config: LossConfig,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,19 +25,6 @@ from dspark.losses.anchors import MAX_BLOCK_SIZE, loss_mask_of
 
 Integers = NDArray[np.int64]
 _T = TypeVar("_T", "Teacher", "MicroBatch")
-
-
-class TeacherLike(Protocol):
-    """What a row of a target cache keeps of the teacher; see `Teacher`."""
-
-    @property
-    def last_hidden_state(self) -> Tensor | None: ...
-    @property
-    def top_ids(self) -> Tensor | None: ...
-    @property
-    def top_values(self) -> Tensor | None: ...
-    @property
-    def tail_mass(self) -> Tensor | None: ...
 
 
 class RowLike(Protocol):
@@ -54,7 +41,7 @@ class RowLike(Protocol):
     @property
     def teacher_positions(self) -> Tensor: ...  # [P] ascending
     @property
-    def teacher(self) -> TeacherLike | None: ...
+    def teacher(self) -> Any: ...  # fields as those of `Teacher`, or None
 
 
 @dataclass(kw_only=True)
@@ -172,12 +159,10 @@ def block_labels(input_ids: Integers, loss_mask: NDArray[np.bool_], anchors: Int
     )
 
 
-def make_micro_batch(
-    rows: Sequence[RowLike], anchors: Sequence[Integers], block_size: int, *, trim_context: bool = True
-) -> MicroBatch:
+def make_micro_batch(rows: Sequence[RowLike], anchors: Sequence[Integers], block_size: int) -> MicroBatch:
     """All blocks at `anchors[q]` of `rows[q]`, back to back. Rows without an anchor are left out.
 
-    `trim_context` drops each sequence's tokens after its last anchor, which no block may see.
+    So are each sequence's tokens after its last anchor, which no block may see.
 
     Raises:
         DsparkError: no row has an anchor, a teacher (position) is missing, or the rows are of different kinds.
@@ -209,7 +194,7 @@ def make_micro_batch(
             columns[name].append(part)
         columns["teacher_index"].append(np.where(labels.loss_mask, index, 0))
         teachers.append(_teacher_at(row, needed))
-        lengths.append(int(chosen[-1]) + 1 if trim_context else len(tokens))
+        lengths.append(int(chosen[-1]) + 1)
         counts.append(len(chosen))
         teacher_rows += len(needed)
     starts = np.cumsum(lengths)

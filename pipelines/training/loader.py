@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -206,8 +206,8 @@ class MicroBatchReader:
         if teacher.source is not None:
             if self._upper_layers is None:
                 raise UserError(f"sample {row.sample_id!r}: its teacher is recomputed by the target's upper layers")
-            states = self._upper_layers(teacher.source)[row.teacher_positions].to(self.dtype)
-            teacher = dataclasses.replace(teacher, last_hidden_state=states, source=None)
+            upper = self._upper_layers
+            teacher = teacher.recomputed(lambda source: upper(source).to(self.dtype), row.teacher_positions)
         if self._log_normalizers is not None and teacher.tail_mass is None:
             if number not in self._known:
                 dense = Teacher(
@@ -300,48 +300,26 @@ class _ThreadAhead:
         max_bytes: int,
     ) -> None:
         self._work, self._items, self._cost, self._max_bytes = work, items, cost, max_bytes
-        self._ready: deque[tuple[int, MicroBatch]] = deque()
-        self._held = 0
-        self._ended: BaseException | None = None
-        self._closed = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, "loader")
+        self._ahead: deque[tuple[int, Future[MicroBatch]]] = deque()
+        self._next: PlannedMicroBatch | None = None
+        self._hand_out()
 
     def __next__(self) -> MicroBatch:
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._ended is not None)
-            if not self._ready:
-                assert self._ended is not None
-                raise self._ended
-            cost, batch = self._ready.popleft()
-            self._held -= cost
-            self._changed.notify_all()
-            return batch
+        if not self._ahead:
+            raise StopIteration
+        batch = self._ahead[0][1].result()
+        self._ahead.popleft()
+        self._hand_out()
+        return batch
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
+        self._thread.shutdown(cancel_futures=True)
 
-    def _run(self) -> None:
-        ended: BaseException = StopIteration()
-        try:
-            for planned in self._items:
-                cost = self._cost(planned)
-                with self._changed:
-                    while not self._closed and self._held and self._held + cost > self._max_bytes:
-                        self._changed.wait()
-                    if self._closed:
-                        return
-                    self._held += cost
-                batch = self._work(planned)
-                with self._changed:
-                    self._ready.append((cost, batch))
-                    self._changed.notify_all()
-        except BaseException as error:  # handed to the consumer, which raises it
-            ended = error
-        with self._changed:
-            self._ended = ended
-            self._changed.notify_all()
+    def _hand_out(self) -> None:
+        while (item := self._next or next(self._items, None)) is not None:
+            self._next, cost = item, self._cost(item)
+            if self._ahead and sum(held for held, _ in self._ahead) + cost > self._max_bytes:
+                return
+            self._ahead.append((cost, self._thread.submit(self._work, item)))
+            self._next = None

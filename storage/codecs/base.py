@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -77,6 +77,14 @@ class StoredTeacher:
     top_values: torch.Tensor | None = None
     tail_mass: torch.Tensor | None = None
     log_normalizers: torch.Tensor | None = None  # of the dense logits, where a reader has worked them out
+
+    def recomputed(
+        self, upper_layers: Callable[[torch.Tensor], torch.Tensor], positions: torch.Tensor
+    ) -> StoredTeacher:
+        """With `last_hidden_state` at `positions` [P] in the place of `source`."""
+        assert self.source is not None
+        states = upper_layers(self.source)
+        return replace(self, source=None, last_hidden_state=states[positions.to(states.device)])
 
 
 @dataclass(frozen=True, kw_only=True)

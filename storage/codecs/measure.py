@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -80,8 +79,7 @@ def recomputed_states(stored: StoredTeacher, positions: np.ndarray, target: Targ
         return stored
     if target.finish is None:
         raise StorageError("this teacher is recomputed by the target's layers above the last captured one: give them")
-    states = target.finish(stored.source)
-    return replace(stored, source=None, last_hidden_state=states[torch.from_numpy(positions).to(states.device)])
+    return stored.recomputed(target.finish, torch.from_numpy(positions))
 
 
 def _joined(parts: Sequence[StoredTeacher]) -> StoredTeacher:

@@ -122,7 +122,7 @@ def test_the_bound_holds_for_any_drafter(kind: str, temperature: float) -> None:
     stored = codec.decode_teacher(codec.encode_teacher(row.features, row.last, row.positions), row.positions)
     if stored.source is not None:
         states = finish(stored.source)[torch.from_numpy(row.positions)]
-        stored = replace(stored, source=None, states=states)
+        stored = replace(stored, source=None, last_hidden_state=states)
     exact_states = row.last[torch.from_numpy(row.positions)]
     found = teacher_error(exact_states, stored, target(), temperature=temperature)
     logits = target().logits(exact_states)
