@@ -7,10 +7,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from cluster.session import ray_session
+from cluster.work_pool import WorkersFailed, WorkItemFailed, run_work_items
+from dspark.decoding.target import Target
 from pipelines.errors import UserError, for_the_user
+from pipelines.target_facts import local_folder
 
 if TYPE_CHECKING:
-    from dspark.decoding.target import Target
     from pipelines.settings import Settings
     from pipelines.target_facts import TargetFacts
 
@@ -20,9 +23,6 @@ Item = TypeVar("Item")
 def open_target(settings: Settings, facts: TargetFacts) -> Target:
     """The target as this run reads it: local folder, capture layers, dtype and device of the settings."""
     import torch
-
-    from dspark.decoding.target import Target
-    from pipelines.target_facts import local_folder
 
     torch.set_num_threads(settings.cluster.threads_per_worker or settings.cluster.cpus_per_worker)
     wanted = settings.target
@@ -39,8 +39,6 @@ def open_target(settings: Settings, facts: TargetFacts) -> Target:
 @contextmanager
 def session(settings: Settings, logs: str) -> Iterator[None]:
     """The run's Ray session; `logs` is where Ray's own logs go when something fails."""
-    from cluster.session import ray_session
-
     cluster = settings.cluster
     with ray_session(
         cluster.address,
@@ -65,8 +63,6 @@ def on_pool(
 
     Raises UserError for what is the user's to mend, wherever a worker met it.
     """
-    from cluster.work_pool import WorkersFailed, WorkItemFailed, run_work_items
-
     cluster = settings.cluster
     try:
         run_work_items(

@@ -14,6 +14,9 @@ from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from jinja2.exceptions import TemplateError
+
+from dspark.decoding.decoder import Request
 from pipelines.errors import UserError
 
 if TYPE_CHECKING:
@@ -80,8 +83,6 @@ def render_text(
     Raises:
         UserError: there is no template, or (TemplateRefuses) it refuses the conversation.
     """
-    from jinja2.exceptions import TemplateError
-
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"{_template(tokenizer)} has no chat template; use an instruction-tuned target, or add one to it"
@@ -140,8 +141,6 @@ def make_request(request_id: str, ids: list[int], max_new_tokens: int, facts: Ta
 
     It asks for no more tokens than the target's context has room for.
     """
-    from dspark.decoding.decoder import Request
-
     room = max_new_tokens if facts.max_positions is None else facts.max_positions - len(ids)
     return Request(
         request_id=request_id,

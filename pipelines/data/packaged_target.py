@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pipelines.data.gguf_file import convert_llama
 from pipelines.errors import UserError
 
 CONVERSION = 1  # raise it when the conversion gives other files
@@ -67,8 +68,6 @@ def packaged_target(name: str, *, say: Callable[[str], None] | None = None) -> P
 
 
 def _make(model: PackagedModel, folder: Path, tell: Callable[[str], None]) -> None:
-    from pipelines.data.gguf_file import convert_llama
-
     working = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(working, ignore_errors=True)  # of a process that was killed; the lock says that it is gone
     (working / "result").mkdir(parents=True)

@@ -19,20 +19,30 @@ from functools import partial
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
+from dspark.decoding.decoder import Decoder, SamplingConfig
+from dspark.decoding.target import TargetError
 from pipelines.data.chat import generated_sample, make_request, render_turn, thinks
 from pipelines.data.conversations import Prompt, evenly_spaced
 from pipelines.errors import UserError
 from pipelines.progress import Reporter, byte_size, duration
 from pipelines.runs.run import Run
 from pipelines.settings import Settings
+from pipelines.stages.build_cache import count_directions
+from pipelines.stages.capture import target_parts, teacher_row
+from pipelines.stages.regenerate import read_conversations, read_splits
 from pipelines.stages.train import count_steps
+from pipelines.target_facts import examine_target
+from pipelines.workers import open_target
+from storage.cache import target_cache as caches
+from storage.cache.target_cache import CacheRow
+from storage.codecs.components import reader_directions
+from storage.codecs.fitting import SampleCodecs
 from storage.codecs.registry import HIDDEN_STATES, TEACHER, CodecSpec, codec_names
+from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
     from dspark.decoding.target import Target
     from pipelines.target_facts import TargetFacts
-    from storage.cache.target_cache import CacheRow
-    from storage.codecs.fitting import SampleCodecs
 
 # What `auto` takes is known after the pilot; these stand for it.
 FOR_AUTO = {"features": "projected", "teacher": "corrected"}
@@ -50,10 +60,6 @@ class Answer:
 
 def make_plan(settings: Settings, reporter: Reporter, *, rows: int) -> dict[str, Any]:
     """Tokens, bytes a token by codec, storage in all, steps, and times of one worker on this machine; JSON-like."""
-    from pipelines.stages.regenerate import read_splits
-    from pipelines.target_facts import examine_target
-    from pipelines.workers import open_target
-
     prompts = read_splits(settings)["train"].prompts
     facts = examine_target(settings)
     reporter.say(f"opening {facts.name}")
@@ -104,9 +110,6 @@ def make_plan(settings: Settings, reporter: Reporter, *, rows: int) -> dict[str,
 
 def _recorded(settings: Settings) -> list[Answer] | None:
     """The conversations of a run whose `regenerate` is complete; None if there are none."""
-    from pipelines.stages.regenerate import read_conversations
-    from storage.files.filesystems import Folder
-
     run = Run(settings)
     if not run.is_complete("regenerate"):
         return None
@@ -124,8 +127,6 @@ def _answers(
     settings: Settings, target: Target, prompts: Sequence[Prompt], facts: TargetFacts, reporter: Reporter
 ) -> tuple[list[Answer], float]:
     """The target's own answers to the sample's first questions, and tokens written a second."""
-    from dspark.decoding.decoder import Decoder, SamplingConfig
-
     wanted, seed = settings.regenerate, settings.run.seed
     requests = [
         make_request(
@@ -166,8 +167,6 @@ def _capture(
     """The sample's states, and tokens a second of the target's forward pass."""
     import torch
 
-    from storage.cache.target_cache import CacheRow
-
     rows, seconds = [], 0.0
     total = sum(len(answer.ids) for answer in answers)
     with reporter.task("states of the sample", total=total, unit="tokens") as task:
@@ -196,11 +195,6 @@ def sample_codecs(settings: Settings, facts: TargetFacts, target: Target, rows: 
     The components of a projected one are the whole sample's principal ones: which they are is known after the pilot,
     and their number and step decide the size.
     """
-    from pipelines.stages.build_cache import count_directions
-    from pipelines.stages.capture import target_parts, teacher_row
-    from storage.codecs.components import reader_directions
-    from storage.codecs.fitting import SampleCodecs
-
     taken = [teacher_row(row) for row in rows]
     count = settings.cache.hidden_states_options.get("directions") or count_directions(facts, settings.cache.components)
     projection, shares = reader_directions([], [(row.features, True) for row in taken], count)
@@ -223,8 +217,6 @@ def spec_of(settings: Settings, part: str, name: str | None = None) -> CodecSpec
 def measure_all(settings: Settings, sample: SampleCodecs) -> list[dict[str, Any]]:
     """Of each codec: bytes a token and signal-to-noise in dB of the features, bytes a state of the teacher and how far
     acceptance rates move at most."""
-    from dspark.decoding.target import TargetError
-
     found: dict[str, dict[str, Any]] = {}
     for part, kind in (("features", HIDDEN_STATES), ("teacher", TEACHER)):
         for name in codec_names(kind):
@@ -242,8 +234,6 @@ def measure_all(settings: Settings, sample: SampleCodecs) -> list[dict[str, Any]
 
 def _write_sample(settings: Settings, sample: SampleCodecs, rows: Sequence[CacheRow]) -> dict[str, Any]:
     """Bytes a token by part, of a cache with the configured codecs that holds the rows that they were not fitted on."""
-    from storage.cache import target_cache as caches
-
     plan = caches.CachePlan(
         contract={},
         num_layers=sample.layers,

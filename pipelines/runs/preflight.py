@@ -10,8 +10,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from cluster.session import inside_ray_job
+from dspark.decoding.target_checks import require_decoder, require_device
 from pipelines.errors import UserError
+from pipelines.stages.train import cpus_per_rank
 from pipelines.submission import require_variables
+from pipelines.target_facts import examine_target
+from pipelines.training.task import drafter_config
 
 if TYPE_CHECKING:
     from pipelines.runs.run import Run
@@ -23,8 +28,6 @@ Resources = Mapping[str, float]  # of a node, as Ray names them: CPU, GPU
 
 def check_start(run: Run, wanted: Sequence[str], *, redo: bool) -> None:
     """Raises UserError for what a stage or its workers could not do, and for places and inputs that are not theirs."""
-    from cluster.session import inside_ray_job
-
     if inside_ray_job():
         require_variables(run.settings.cluster.env_vars)
     for name in wanted:
@@ -52,10 +55,6 @@ def check_workers(settings: Settings, stages: Sequence[str]) -> None:
 
     That is a drafter that the target cannot have, an attention that it lacks, machines without room or GPU.
     """
-    from dspark.decoding.target_checks import require_device
-    from pipelines.target_facts import examine_target
-    from pipelines.training.task import drafter_config
-
     facts = examine_target(settings)
     drafter_config(settings, facts)
     own = _starts_a_cluster(settings)
@@ -88,7 +87,6 @@ def require_room(settings: Settings, stages: Sequence[str], nodes: Sequence[Reso
         )
     if not {"train", "pilot"} & set(stages):
         return
-    from pipelines.stages.train import cpus_per_rank
 
     cpus, gpus = cpus_per_rank(settings), 1 if cluster.gpus_per_worker > 0 else 0
     fewest = train.num_workers if train.min_workers is None else train.min_workers
@@ -109,8 +107,6 @@ def _count(nodes: Sequence[Resources], cpus: float, gpus: float) -> int:
 
 def _starts_a_cluster(settings: Settings) -> bool:
     """Whether the run will have a cluster of its own, on this machine."""
-    from cluster.session import inside_ray_job
-
     ray = sys.modules.get("ray")
     joined = ray is not None and ray.is_initialized()
     return settings.cluster.address is None and not inside_ray_job() and not joined
@@ -126,8 +122,6 @@ def _this_machine(settings: Settings) -> dict[str, float]:
 
 def _require_attention(settings: Settings, facts: TargetFacts) -> None:
     from transformers import AutoConfig
-
-    from dspark.decoding.target_checks import require_decoder
 
     if not settings.target.trust_remote_code and settings.target.attn_implementation != "eager":
         require_decoder(AutoConfig.from_pretrained(facts.path), facts.name, settings.target.attn_implementation)

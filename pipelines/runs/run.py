@@ -22,6 +22,9 @@ from pipelines.drafter_folder import remade
 from pipelines.errors import UserError
 from pipelines.runs.directory import RunDirectory
 from pipelines.runs.graph import Stage, stages_of
+from pipelines.settings import check_settings, load_settings
+from pipelines.settings.errors import refuse_older_run
+from pipelines.settings.yaml import Document, apply_overrides
 from storage.identity import differences, identity_of, plain
 
 if TYPE_CHECKING:
@@ -117,8 +120,6 @@ class Run:
 
     def refuse_other_identities(self, stages: Sequence[str]) -> None:
         """Raises UserError for the first of these whose output is there and was made with other settings."""
-        from pipelines.settings.errors import refuse_older_run
-
         summary = self.directory.read_json("run.json") or {}
         refuse_older_run(summary.get("settings", {}), self.directory.location("run.json"))
         for stage in stages:
@@ -241,10 +242,6 @@ def _kept_name(stage: str, identity: str) -> str:
 
 def open_run(directory: str, overrides: Sequence[str] = ()) -> Run:
     """The run that stands in a directory, with its last settings and `key=value` words over them."""
-    from pipelines.settings import check_settings
-    from pipelines.settings.errors import refuse_older_run
-    from pipelines.settings.yaml import Document, apply_overrides
-
     there = RunDirectory(directory)
     summary = there.read_json("run.json", SUMMARY_KEYS)
     if summary is None:
@@ -258,8 +255,6 @@ def open_run(directory: str, overrides: Sequence[str] = ()) -> Run:
 
 def settings_of(place: str, overrides: Sequence[str]) -> Settings:
     """Settings out of a file, or those of the run that stands in a directory."""
-    from pipelines.settings import load_settings
-
     if RunDirectory(place).exists("run.json"):
         return open_run(place, overrides).settings
     return load_settings(place, overrides)

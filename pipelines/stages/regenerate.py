@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
+from dspark.decoding.decoder import Decoder, SamplingConfig
+from dspark.decoding.target import open_tokenizer
 from pipelines.data.chat import TemplateRefuses, answer_message, make_request, reads_the_clock, render_turn, thinks
 from pipelines.data.conversations import BAD_ROW, Prompt, PromptSet, bad_row, read_prompts
 from pipelines.errors import UserError
@@ -88,8 +90,6 @@ def _tokenizer(facts: TargetFacts, settings: Settings) -> PreTrainedTokenizerBas
 
 @lru_cache(maxsize=1)
 def _open_tokenizer(path: str, trust_remote_code: bool) -> Any:
-    from dspark.decoding.target import open_tokenizer
-
     return open_tokenizer(path, trust_remote_code=trust_remote_code)
 
 
@@ -245,8 +245,6 @@ class AnswerWorker:
     """Holds the target and answers the prompts of one work item after the other."""
 
     def __init__(self, settings: Settings, facts: TargetFacts, folder: Folder) -> None:
-        from dspark.decoding.decoder import Decoder, SamplingConfig
-
         self.settings, self.facts, self.folder = settings, facts, folder
         self.target = open_target(settings, facts)
         wanted = settings.regenerate

@@ -104,12 +104,13 @@ def test_answers_stay_when_rows_come_and_go(toy_folder: Path, tmp_path: Path) ->
     drawn otherwise, whatever work item they were in."""
     rows = [{"turns": [f"question {index}?"]} for index in range(5)]
 
+    worker = AnswerWorker(load(tmp_path, toy_folder), examine_target(load(tmp_path, toy_folder)), Folder(tmp_path))
+
     def answers(rows: list[dict[str, Any]], folder: Path) -> tuple[list[str], list[dict[str, Any]]]:
-        wanted = load(tmp_path, toy_folder, rows)
-        prompts = read_splits(wanted)["train"].prompts
+        prompts = read_splits(load(tmp_path, toy_folder, rows))["train"].prompts
         places = find_answers(Folder(folder), regenerate._work_items(prompts, 2))
         todo = [item for item in prompts if answer_key(item) not in places]
-        worker = AnswerWorker(wanted, examine_target(wanted), Folder(folder))
+        worker.folder = Folder(folder)
         for item in regenerate._work_items(todo, 2):
             worker.run(item)
         places = find_answers(Folder(folder), regenerate._work_items(prompts, 2))
