@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from math import isfinite
 from typing import Any, Literal
 
@@ -42,14 +42,13 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
-def default_layer_ids(num_layers: int, count: int = 5) -> tuple[int, ...]:
-    """The paper's layers for 36, 40 and 48 layers; otherwise `count` spread evenly from 1 to num_layers - 3."""
-    if count == 5 and num_layers in _PAPER_LAYER_IDS:
+def default_layer_ids(num_layers: int) -> tuple[int, ...]:
+    """The paper's layers for 36, 40 and 48 layers; otherwise five spread evenly from 1 to num_layers - 3."""
+    if num_layers in _PAPER_LAYER_IDS:
         return _PAPER_LAYER_IDS[num_layers]
     first = min(1, num_layers - 2)
     last = max(num_layers - 3, first)
-    steps = max(count - 1, 1)
-    return tuple(sorted({round(first + index * (last - first) / steps) for index in range(count)}))
+    return tuple(sorted({round(first + index * (last - first) / 4) for index in range(5)}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,9 +220,6 @@ class DrafterConfig:
         if self.final_logit_softcapping is not None:
             values["final_logit_softcapping"] = self.final_logit_softcapping
         return values | algorithms[self.algorithm].layout(self)
-
-    def replace(self, **changes: Any) -> DrafterConfig:
-        return replace(self, **changes)
 
 
 def bad_setting(name: str, value: Any, allowed: str, option: str | None = None) -> SettingError:

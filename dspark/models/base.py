@@ -283,11 +283,11 @@ class Drafter(nn.Module, ABC):
                 nn.init.zeros_(self.markov_head.markov_w2.weight)
 
     @torch.no_grad()
-    def start_from_target(self, target: Target, probe_ids: Tensor | None = None) -> list[int]:
+    def start_from_target(self, target: Target) -> list[int]:
         """Begin with weights of the target's own; gives the ids of the layers that they come from.
 
         Here fc is the identity on the last captured layer and the final norm the target's; an algorithm adds to it what
-        its layers can take. `probe_ids` [B, S]: a text on which the target shows the scale of its queries and keys.
+        its layers can take.
         """
         size, layer_ids = self.config.hidden_size, self.config.target_layer_ids
         last = layer_ids.index(max(layer_ids))

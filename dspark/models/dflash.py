@@ -219,15 +219,14 @@ class DFlash(Drafter):
         for slot in range(slots):
             scores = logits[:, slot]
             if head is not None:
-                assert weights.bias is not None
                 vectors, carried = head.step_vector(carried, previous, states[:, slot])
-                scores = scores + nn.functional.linear(vectors, weights.bias)
+                scores = scores + head.bias(vectors, weights.bias)
             before.append(previous)
             previous = choose(scores)
         return self.confidence_logits(states, torch.stack(before, dim=1))
 
     @torch.no_grad()
-    def start_from_target(self, target: Target, probe_ids: Tensor | None = None) -> list[int]:
+    def start_from_target(self, target: Target) -> list[int]:
         """The draft layers as the target's top layers, reading the last captured layer.
 
         fc is the identity on the last captured layer. One norm serves the context of every draft layer, so each
@@ -248,7 +247,7 @@ class DFlash(Drafter):
                 projection = getattr(layer.self_attn, part)
                 if projection is not None:
                     projection.weight.mul_(ratio.to(projection.weight))
-        scale_projections(self.layers, target, sources, probe_ids)
+        scale_projections(self.layers, target, sources)
         return sources
 
     def _block_inputs(self, anchor_ids: Tensor) -> Tensor:

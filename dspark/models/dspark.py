@@ -39,6 +39,8 @@ class DSpark(DFlash):
             return super().engine_notes(config, speculators=speculators)
         kind = config.markov_head_type
         engines = sequential_heads[str(kind)].engines
+        if not engines:
+            return [f"Evaluation only: no engine has a {kind} sequential head."]
         if len(engines) == 1:
             return [f"{engines[0]} only: other engines have no {kind} sequential head."]
         notes = [f"{', '.join(engines[:-1])} and {engines[-1]} load this layout ({kind} sequential head)."]

@@ -220,7 +220,7 @@ class Eagle3(Drafter):
                 block.feed(chosen)
 
     @torch.no_grad()
-    def start_from_target(self, target: Target, probe_ids: Tensor | None = None) -> list[int]:
+    def start_from_target(self, target: Target) -> list[int]:
         """The layer as the target's top layer, reading the last captured layer.
 
         The layer's attention reads the next token's embedding beside the state: the state's half of its projections
@@ -237,7 +237,7 @@ class Eagle3(Drafter):
             projection = getattr(source.self_attn, part, None)
             if projection is not None:
                 getattr(layer.self_attn, part).weight[:, size:].copy_(projection.weight)
-        scale_projections(self.layers, target, sources, probe_ids)
+        scale_projections(self.layers, target, sources)
         return sources
 
 

@@ -21,12 +21,11 @@ from dspark.registry import sequential_heads
 OUTSIDE_BIAS = -1e4  # what the reserved column adds to a token outside the draft vocabulary
 
 
-@sequential_heads.register("vanilla")
 class SequentialHead(nn.Module):
-    """Vanilla Markov head, and the interface of the others."""
+    """The interface of every head, where z is W1[x_prev]; the others make more of it."""
 
-    engines: ClassVar[tuple[str, ...]] = ("vLLM", "SGLang", "llama.cpp")  # that load a checkpoint with this head
-    reserves_column: ClassVar[bool] = True  # z is W1[x_prev] itself, so a column can keep tokens out
+    engines: ClassVar[tuple[str, ...]] = ()  # that load a checkpoint with this head
+    reserves_column: ClassVar[bool] = False  # z is W1[x_prev] itself, so a column can keep tokens out
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -56,10 +55,9 @@ class SequentialHead(nn.Module):
         """The state before slot 0; None where a head keeps none."""
         return None
 
-    def bias(self, vectors: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """[..., V], or [..., len(token_ids)] for those tokens only."""
-        weight = self.markov_w2.weight if token_ids is None else self.markov_w2.weight[token_ids]
-        return nn.functional.linear(vectors, weight)
+    def bias(self, vectors: Tensor, weight: Tensor | None = None) -> Tensor:
+        """z W2.T [..., V] of vectors z [..., r], or of some rows of W2."""
+        return nn.functional.linear(vectors, self.markov_w2.weight if weight is None else weight)
 
     def reserve_column(self, draft_token_ids: Tensor) -> None:
         """Let the last rank column keep tokens outside `draft_token_ids` from ever being drafted.
@@ -90,12 +88,19 @@ class SequentialHead(nn.Module):
             self.markov_w2.weight[:, -1] = outside.to(self.markov_w2.weight.dtype) * OUTSIDE_BIAS
 
 
+@sequential_heads.register("vanilla")
+class VanillaHead(SequentialHead):
+    """The Markov head of the paper."""
+
+    engines = ("vLLM", "SGLang", "llama.cpp")
+    reserves_column = True
+
+
 @sequential_heads.register("gated")
 class GatedHead(SequentialHead):
     """The embedding is multiplied by sigmoid(G [h_k; W1[x_prev]]) first."""
 
     engines = ("SGLang",)
-    reserves_column = False
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
@@ -114,7 +119,6 @@ class RNNHead(SequentialHead):
     """A gated cell over the block: z_k = [s_{k-1}; W1[x_{k-1}]; h_k], its three parts from one linear layer."""
 
     engines = ("SGLang",)
-    reserves_column = False
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)

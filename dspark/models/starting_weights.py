@@ -81,9 +81,9 @@ def copy_layer(layer: nn.Module, source: nn.Module, without: Collection[str] = (
 
 
 @torch.no_grad()
-def scale_projections(layers: Iterable[Any], target: Target, sources: list[int], probe_ids: Tensor | None) -> None:
-    """Query and key norms that the target has not, from the scale that its queries and keys have on a text [B, S]."""
-    scales = _projection_scales(target, sources, _probe(target) if probe_ids is None else probe_ids)
+def scale_projections(layers: Iterable[Any], target: Target, sources: list[int]) -> None:
+    """Query and key norms that the target has not, from the scale of its queries and keys."""
+    scales = _projection_scales(target, sources)
     for layer, source in zip(layers, sources, strict=True):
         theirs = target.layers[source].state_dict()
         for part in ("q", "k"):
@@ -119,7 +119,7 @@ def _probe(target: Target) -> Tensor:
     return (torch.arange(count) * 7919 % target.vocab_size)[None]
 
 
-def _projection_scales(target: Target, layers: list[int], probe_ids: Tensor) -> dict[tuple[int, str], float]:
+def _projection_scales(target: Target, layers: list[int]) -> dict[tuple[int, str], float]:
     """Root mean square of the outputs of q_proj and k_proj, {(layer, "q" or "k"): value}."""
     found: dict[tuple[int, str], float] = {}
 
@@ -137,7 +137,7 @@ def _projection_scales(target: Target, layers: list[int], probe_ids: Tensor) -> 
         if (projection := getattr(target.layers[layer].self_attn, f"{part}_proj", None)) is not None
     ]
     try:
-        target.capture(probe_ids)
+        target.capture(_probe(target))
     finally:
         for handle in handles:
             handle.remove()

@@ -184,7 +184,7 @@ def test_a_mask_first_block_has_one_more_input_slot() -> None:
     drafter = drafter_of("dflash-mask-first")
     assert drafter.config.input_slots == drafter.block_size + 1
     batch = batch_of(drafter)
-    longer = drafter.config.replace(block_layout="anchor-first", block_size=drafter.block_size + 1)
+    longer = replace(drafter.config, block_layout="anchor-first", block_size=drafter.block_size + 1)
     twin = type(drafter)(longer)
     twin.load_state_dict(drafter.state_dict())
     wide = make_micro_batch(

@@ -1,5 +1,6 @@
 """Starting weights do what they promise, and folders give back what was saved."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def test_start_from_a_published_drafter(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight is missing.*target="):
         load_drafter(tmp_path / "bare")
     with pytest.raises(SettingError, match=r"markov_rank \(8 there\)"):
-        build_drafter(config.replace(markov_rank=4), target, start=str(tmp_path / "whole"))
+        build_drafter(replace(config, markov_rank=4), target, start=str(tmp_path / "whole"))
 
 
 def test_reduced_vocabulary_is_carried_by_the_markov_tables(tmp_path: Path) -> None:
@@ -93,9 +94,9 @@ def test_reduced_vocabulary_is_carried_by_the_markov_tables(tmp_path: Path) -> N
     full = (
         again.base_logits(states) + again.sequential_head.bias(again.sequential_head.bias_vectors(states, previous))
     ).softmax(-1)
-    few = again.base_logits(states, again.output_weights().head) + again.sequential_head.bias(
-        again.sequential_head.bias_vectors(states, previous), chosen
-    )
+    head, bias = again.output_weights()
+    vectors = again.sequential_head.bias_vectors(states, previous)
+    few = again.base_logits(states, head) + again.sequential_head.bias(vectors, bias)
     outside = torch.ones(97, dtype=torch.bool)
     outside[chosen] = False
     assert full[..., outside].sum() == 0
