@@ -270,7 +270,7 @@ def _ensure_process_group() -> None:
 
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if not dist.is_initialized():
-        store = dist.HashStore()
+        store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     os.environ.setdefault("LOCAL_RANK", "0")
     if not deepspeed.comm.is_initialized():

@@ -39,7 +39,7 @@ class _ProcessGroup(Backend):
 def _open_store() -> tuple[str, int]:
     """Start the rendezvous store on this node's address in the Ray cluster, and nowhere else; where it listens."""
     import ray.util
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     global _store
     address = ray.util.get_node_ip_address()
@@ -72,7 +72,7 @@ def _join(address: str, port: int, backend: str, timeout_s: float) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     timeout = timedelta(seconds=timeout_s)
-    store = _store or distributed.TCPStore(address, port, is_master=False, timeout=timeout)
+    store = _store or distributed.TCPStore(address, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
     distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

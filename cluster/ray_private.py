@@ -119,7 +119,7 @@ def reload_environment() -> None:
     from ray import _raylet
     from ray._private import ray_constants
 
-    ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(
+    ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(  # type: ignore[attr-defined]
         ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, not ray_constants.IS_WINDOWS_OR_OSX
     )
     core: Any = _raylet  # compiled; its stubs leave these out

@@ -66,7 +66,8 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Read everything, check every checksum, and name what is wrong; exit code 1 if anything is."""
-    from storage.cache.target_cache import COMPLETE, Problem, is_finished
+    from storage.cache.commits import COMPLETE
+    from storage.cache.target_cache import Problem, is_finished
     from storage.cache.target_cache import verify as verify_cache
 
     root = cache_in(path)

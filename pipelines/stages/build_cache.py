@@ -114,8 +114,8 @@ def take_out_damage(run: Run, reporter: Reporter) -> None:
     Where something is damaged that every row depends on, the whole cache goes to `damaged/`. Raises UserError if there
     is no cache of these settings.
     """
-    from storage.cache.records import CacheCorrupt
     from storage.cache.repair import discard_damaged
+    from storage.errors import CacheCorrupt
 
     with run.directory.lock():
         if run.record("cache") is None:

@@ -6,8 +6,8 @@ import re
 from os import PathLike
 
 from storage.cache.commits import COMPLETE, commit_name, shard_name
-from storage.cache.records import CacheCorrupt
 from storage.cache.verify import Problem, verify
+from storage.errors import CacheCorrupt
 from storage.files.filesystems import Folder
 
 _OF_A_UNIT = re.compile(r"(?:shards|commits)/unit-(\d+)\.(?:arrow|json)")
