@@ -4,10 +4,15 @@ import hashlib
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from toy_target import LAYERS, write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -44,6 +49,28 @@ def test_smollm_splits_digits_before_spaces_are_joined(tmp_path: Path) -> None:
     convert_llama(tmp_path / "toy.gguf", tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.convert_ids_to_tokens(tokenizer("  12")["input_ids"]) == ["ĠĠ", "1", "2"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_damaged_gguf_is_read_or_refused(toy_gguf: bytes, data: Any) -> None:
+    """Cut off, or with some bytes of its header changed."""
+    place = data.draw(st.integers(0, min(len(toy_gguf), 12_000)))
+    damaged = toy_gguf[:place]
+    if data.draw(st.booleans()):
+        damaged += data.draw(st.binary(min_size=1, max_size=8)) + toy_gguf[place + 8 :]
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "toy.gguf")
+        path.write_bytes(damaged)
+        with suppress(UserError):
+            read_gguf(path)
+
+
+@pytest.fixture(scope="module")
+def toy_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("gguf") / "toy.gguf"
+    write_gguf(path, tied=True)
+    return path.read_bytes()
 
 
 def test_what_is_no_gguf_is_refused(tmp_path: Path) -> None:

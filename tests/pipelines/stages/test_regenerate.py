@@ -64,6 +64,7 @@ def load(folder: Path, target: Path, rows: Sequence[dict[str, Any]] = (), *words
             "data.min_supervised_tokens=1",
             "regenerate.temperature=1.0",
             "regenerate.prompts_per_work_item=2",
+            "regenerate.max_new_tokens=6",
             "tracking.wandb=disabled",
             *words,
         ],
