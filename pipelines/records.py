@@ -39,19 +39,12 @@ class Affine(Record):
     shifts: list[Finite]
 
 
-class Steps(Record):
-    x: list[Finite]
-    y: list[Finite]
-
-
 class CalibrationTable(Record):
     """What was fitted at one decoding temperature; every list has an entry a slot."""
 
     temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
     temperatures: list[Above0]
     affine: Affine
-    isotonic: list[Steps]
-    domains: dict[str, list[Above0]]
 
 
 class Calibration(Record):
@@ -63,11 +56,10 @@ class Calibration(Record):
 
     def slots(self) -> set[int]:
         """For how many slots its lists are; one number where they fit together."""
-        lists: list[list[float] | list[Steps]] = [self.temperatures]
+        found = {len(self.temperatures)}
         for table in self.tables:
-            lists += [table.temperatures, table.affine.temperatures, table.affine.shifts, table.isotonic]
-            lists += table.domains.values()
-        return {len(values) for values in lists}
+            found |= {len(table.temperatures), len(table.affine.temperatures), len(table.affine.shifts)}
+        return found
 
 
 class Timing(Record):

@@ -5,11 +5,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dspark.calibration import slot_calibration
+from dspark.calibration import fit_table, slot_calibration
 from pipelines.errors import UserError
 from pipelines.records import DecodedUnit, Timings, read_record
 from pipelines.runs.directory import RunDirectory
@@ -18,17 +19,15 @@ from pipelines.stages.step_costs import read_step_costs, table_identity
 from storage.files.filesystems import Folder
 
 SHORT = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-TABLE: dict[str, Any] = {
-    "temperature": 1.0,
-    "rounds": 12,
-    "temperatures": [1.0, 2.0],
-    "affine": {"temperatures": [1.0, 2.0], "shifts": [0.5, -0.5]},
-    "isotonic": [{"x": [0.0], "y": [0.5]}, {"x": [], "y": []}],
-    "domains": {"math": [1.0, 3.0]},
+ROUNDS = {
+    "confidence_logits": np.array([[1.0, -0.5], [0.5, 1.5], [-1.0, 0.25]]),
+    "accepted": np.array([[True, True], [True, False], [False, False]]),
+    "reached": np.array([[True, True], [True, True], [True, False]]),
 }
+TABLE = fit_table(ROUNDS, 1.0, np.geomspace(0.5, 2.0, 5), 4)  # as `calibrate` writes it
 CALIBRATION: dict[str, Any] = {
     "method": "affine",
-    "temperatures": [1.0, 2.0],
+    "temperatures": TABLE["temperatures"],
     "fitted_on": "12 prompts",
     "rounds": 12,
     "ece_on_fitted_rounds": {"before": [0.1, None], "after": [0.1, None]},
@@ -122,7 +121,7 @@ def test_a_changed_value_is_read_or_refused(name: str, draw: st.DataObject, tmp_
         ({"temperatures": [1.0, 0.0]}, r"temperatures\.1: Input should be greater than 0.*calibrates anew"),
         ({"temperatures": [1.0]}, "is not for blocks of 2 slots: remove .* and run the same command again"),
         ({"tables": [{**TABLE, "affine": None}]}, r"tables\.0\.affine: "),
-        ({"tables": [{**TABLE, "domains": {"math": [1.0]}}]}, "is not for blocks of 2 slots"),
+        ({"tables": [{**TABLE, "temperatures": [1.0]}]}, "is not for blocks of 2 slots"),
     ],
 )
 def test_a_calibration_that_does_not_fit(change: dict[str, Any], message: str, tmp_path: Path) -> None:
