@@ -64,6 +64,14 @@ class RunSettings(Section):
     directory: str = Field(min_length=1)  # a local folder, s3://... or gs://...
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
+    @model_validator(mode="after")
+    def _names_a_place(self) -> RunSettings:
+        if "://" in self.directory and not self.directory.partition("://")[2].strip("/"):
+            raise ValueError(
+                f"directory is {self.directory!r}, which names no bucket: write {self.directory}BUCKET/FOLDER"
+            )
+        return self
+
 
 class TargetSettings(Section):
     """The language model that the drafter is for."""

@@ -150,6 +150,7 @@ def test_the_place_is_in_the_base_that_wrote_the_key(tmp_path: Path) -> None:
         ("calibrate.temperatures=[1,1]", "calibrate.temperatures: 1 stands there more than once"),
         ("calibrate.seeds=[0,1,0]", "calibrate.seeds: 0 stands there more than once"),
         ("evaluate.cost.tokens=[1,2,2]", "evaluate.cost.tokens: 2 stands there more than once"),
+        ("run.directory=s3://", "'s3://', which names no bucket"),
         ("drafter.target_layer_ids=[]", "expected one or more layers"),
         ("drafter.target_layer_ids=[1,1]", "set drafter.target_layer_ids to [1]"),
         ("drafter.target_layer_ids=[5,2]", "set drafter.target_layer_ids to [2, 5]"),

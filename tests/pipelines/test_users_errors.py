@@ -148,3 +148,8 @@ def test_a_model_folder_without_its_config(left: tuple[str, ...], toy_folder: Pa
         shutil.copy(toy_folder / name, tmp_path)
     with pytest.raises(UserError, match=r"no config\.json"):
         examine_target(settings(tmp_path / "run", model=str(tmp_path)))
+
+
+def test_the_root_folder_is_itself_and_not_the_working_directory() -> None:
+    assert RunDirectory("/").location("run.json") == "/run.json"
+    assert RunDirectory("/runs/a/").location("run.json") == "/runs/a/run.json"

@@ -57,6 +57,7 @@ BAD_NAMES = [
     None,
     ["a"],
 ]
+pytestmark = pytest.mark.fuzz
 few = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 Json = st.recursive(
     st.none()
