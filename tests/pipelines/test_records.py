@@ -62,7 +62,7 @@ def read(name: str, folder: Path) -> Any:
         "unit.json": lambda: read_record(Folder(folder), name, DecodedUnit, "make it anew").model_dump(),
         "step_costs.json": lambda: read_step_costs(Folder(folder)),
         "table.json": lambda: table_identity(str(folder / name)),
-        "run.json": lambda: RunDirectory(folder).read_json(name, needs=("settings",)),
+        "run.json": lambda: RunDirectory(folder).read_json(name, needs={"settings": dict}),
     }
     return readers[name]()
 
