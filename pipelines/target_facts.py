@@ -48,8 +48,10 @@ class TargetFacts:
 
     @property
     def max_positions(self) -> int | None:
-        """Tokens that the target was made for; None when its config does not say."""
-        return self.text_config.get("max_position_embeddings")
+        """Tokens that the target may be given; None when its config does not say."""
+        from dspark.decoding.target import context_length
+
+        return context_length(self.text_config)
 
     def contract(self, settings: Settings, *, with_block: bool) -> dict[str, Any]:
         """The contract between cache, checkpoint and server; the block's fields stay open in a cache."""

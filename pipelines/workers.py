@@ -2,38 +2,65 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.session import ray_session
 from cluster.work_pool import WorkersFailed, WorkItemFailed, run_work_items
 from dspark.decoding.target import Target
+from dspark.decoding.target_checks import check_identity, check_target
 from pipelines.errors import UserError, for_the_user
 from pipelines.target_facts import local_folder
+from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
     from pipelines.settings import Settings
     from pipelines.target_facts import TargetFacts
 
 Item = TypeVar("Item")
+TARGET_CHECK = "target-check.json"
 
 
 def open_target(settings: Settings, facts: TargetFacts) -> Target:
-    """The target as this run reads it: local folder, capture layers, dtype and device of the settings."""
+    """The target as this run reads it: local folder, capture layers, dtype and device of the settings.
+
+    Its opening check is done once a run: `target-check.json` in the run's directory keeps what it found. Raises
+    TargetError for a target that is not read as it computes.
+    """
     import torch
 
     torch.set_num_threads(settings.cluster.threads_per_worker or settings.cluster.cpus_per_worker)
     wanted = settings.target
-    return Target.open(
+    target = Target.open(
         local_folder(facts),
         dtype=wanted.dtype,
         device=wanted.device,
         target_layer_ids=facts.target_layer_ids,
         attn_implementation=wanted.attn_implementation,
         trust_remote_code=wanted.trust_remote_code,
+        check=False,
     )
+    run = Folder(settings.run.directory)
+    identity = {"name": facts.name, **facts.hashes, **check_identity(target)}
+    if _kept_identity(run) != identity:
+        record = {"identity": identity, "differences": asdict(check_target(target))}
+        if run.exists("run.json"):
+            run.write(TARGET_CHECK, (json.dumps(record, indent=2) + "\n").encode())
+    return target
+
+
+def _kept_identity(run: Folder) -> Any:
+    """Of the target that was checked; None where there is no such record, or a damaged one."""
+    if not run.exists(TARGET_CHECK):
+        return None
+    try:
+        return dict(json.loads(run.read(TARGET_CHECK)))["identity"]
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 @contextmanager

@@ -22,8 +22,18 @@ from dspark.calibration import survival
 from dspark.decoding.kv_cache import RaggedCache, RaggedStep, ragged_forward
 from dspark.decoding.proposers import Committed, Proposal, Proposer, proposer_for
 from dspark.decoding.rounds import Commit, Completion, FinishReason, Request, RoundEvent, commit
-from dspark.decoding.sampling import Purpose, SamplingConfig, Verdict, sample, uniforms, verify
+from dspark.decoding.sampling import (
+    NonFiniteLogits,
+    Purpose,
+    SamplingConfig,
+    Verdict,
+    require_finite,
+    sample,
+    uniforms,
+    verify,
+)
 from dspark.decoding.scheduling import FullBlock, LengthPolicy
+from dspark.decoding.target_checks import unknown_token
 from dspark.errors import DsparkError
 
 __all__ = ["Completion", "Decoder", "Request", "RequestError", "RoundEvent", "SamplingConfig"]
@@ -94,6 +104,8 @@ class Decoder:
                 f"the length policy {self.policy.name!r} reads confidences, and this drafter has no confidence head "
                 "(choose a static length or the full block)"
             )
+        # Logits beyond the tokenizer's ids say nothing that could be read on; such a token ends the answer.
+        self._no_tokens = frozenset(range(target.input_vocab_size, target.vocab_size))
         self._cache: RaggedCache | None = None
         self._rows: list[_Row] = []
         self._update_seconds = 0.0  # of the last step, counted as the next one's drafting
@@ -104,12 +116,11 @@ class Decoder:
             return f"request {request.request_id!r} has an empty prompt"
         if request.max_new_tokens < 1:
             return f"request {request.request_id!r} asks for {request.max_new_tokens} new tokens; expected 1 or more"
-        worst = max(request.prompt_ids)
-        if worst >= self.target.vocab_size or min(request.prompt_ids) < 0:
-            return f"request {request.request_id!r} holds token {worst}; the target has {self.target.vocab_size} tokens"
-        limit = getattr(self.target.text_config, "max_position_embeddings", None)
+        if (unknown := unknown_token(self.target, request.prompt_ids)) is not None:
+            return f"request {request.request_id!r}: {unknown}"
         needed = len(request.prompt_ids) + request.max_new_tokens
-        for name, bound in (("the target's context", limit), ("`max_length`", self.max_length)):
+        limits = (("the target's context", self.target.context_length), ("`max_length`", self.max_length))
+        for name, bound in limits:
             if bound is not None and needed > bound:
                 return (
                     f"request {request.request_id!r} needs {len(request.prompt_ids)} prompt + {request.max_new_tokens} "
@@ -176,11 +187,12 @@ class Decoder:
             last, features = self._forward(step, tokens.to(self.target.device))
             ends = torch.tensor(counts).cumsum(0).to(last.device) - 1
             logits = self.target.logits(last[ends])
+            self._require_finite(logits, [(row, 0) for row in batch])
             first = sample(logits, self.sampling, self._uniforms(batch, [0] * len(batch), Purpose.TARGET)).tolist()
             gaps = self._gaps(logits)
             for index, row in enumerate(batch):
                 row.length = counts[index]
-                result = commit([], first[index], row.request.stop_token_ids, row.room)
+                result = commit([], first[index], row.request.stop_token_ids | self._no_tokens, row.room)
                 self._append(row, result, gaps[index : index + 1])
             self._rows.extend(batch)
             if self.proposer is not None:
@@ -213,6 +225,9 @@ class Decoder:
         tokens = torch.cat([torch.cat([anchor_ids[i : i + 1], drafts[i, : lengths[i]]]) for i in range(len(rows))])
         last, features = self._forward(step, tokens)
         logits = self.target.logits(last)
+        self._require_finite(
+            logits, [(row, at) for row, count in zip(rows, counts, strict=True) for at in range(count)]
+        )
         verdict = self._verify(step, logits, proposal, lengths)
         gaps = self._gaps(logits)
         verified = time.perf_counter()
@@ -220,9 +235,8 @@ class Decoder:
         kept = []
         for index, row in enumerate(rows):
             accepted = verdict.accepted[index]
-            result = commit(
-                verdict.draft_ids[index][:accepted], verdict.next_ids[index], row.request.stop_token_ids, row.room
-            )
+            ends = row.request.stop_token_ids | self._no_tokens
+            result = commit(verdict.draft_ids[index][:accepted], verdict.next_ids[index], ends, row.room)
             if self.proposer is not None:
                 event = _event(
                     row, anchors[index], index, verdict, confidences, int(lengths[index]), result, timing, step
@@ -247,7 +261,17 @@ class Decoder:
         draws = None
         if not self.sampling.greedy:
             draws = torch.stack([self._uniforms(rows, slot, Purpose.DRAFT) for slot in range(slots)], dim=1)
-        return self.proposer.propose(anchors, [row.length for row in rows], slots, self.sampling, draws)
+        try:
+            return self.proposer.propose(anchors, [row.length for row in rows], slots, self.sampling, draws)
+        except NonFiniteLogits as error:
+            raise RequestError(_not_finite("the drafter", rows[error.row], 0)) from error
+
+    def _require_finite(self, logits: Tensor, places: Sequence[tuple[_Row, int]]) -> None:
+        """Raises RequestError naming the request and the place, as (row, output tokens after those it has)."""
+        try:
+            require_finite(logits)
+        except NonFiniteLogits as error:
+            raise RequestError(_not_finite("the target", *places[error.row])) from error
 
     def _verify(self, step: RaggedStep, logits: Tensor, proposal: Proposal | None, lengths: np.ndarray) -> Verdict:
         rows = self._rows
@@ -330,6 +354,15 @@ class Decoder:
         self._cache.move_row(source, to, length)
         if self.proposer is not None:
             self.proposer.move_row(source, to)
+
+
+def _not_finite(whose: str, row: _Row, after: int) -> str:
+    at = len(row.output) + after
+    return (
+        f"request {row.request.request_id!r}: {whose}'s logits for token {at} of its answer (position "
+        f"{len(row.request.prompt_ids) + at}) are not finite; its weights are damaged, or overflow in this precision: "
+        "try target.dtype=bfloat16 or float32"
+    )
 
 
 def _event(

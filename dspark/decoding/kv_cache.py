@@ -9,15 +9,17 @@ R storage rows, B live rows, N tokens of a step, H key-value heads, C capacity, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dspark.errors import DsparkError
@@ -167,100 +169,147 @@ class RaggedCache(Cache):
         return 0
 
 
+class AttentionError(DsparkError):
+    """The model asks for an attention that is not computed here; the message names it."""
+
+
+@dataclass(frozen=True)
+class RaggedMask:
+    """What a model's mask stands for: a query sees its row's keys up to itself, the last `window` of them if any."""
+
+    window: int | None
+
+
+def ragged_mask(
+    *, mask_function: Callable[..., Any], local_size: int | None = None, attention_mask: Any = None, **_: Any
+) -> RaggedMask:
+    """Takes the place of the mask that transformers would make. Raises AttentionError for one of another shape."""
+    if attention_mask is not None:
+        raise AttentionError("the model brings an attention mask of its own")
+    if mask_function is not causal_mask_function:
+        size = local_size or 64
+        far = 2**20
+        queries = torch.tensor([0, 1, size - 1, size, size, size + 1, 2 * size, 2 * size, 3 * size + 1, far, far])
+        keys = torch.tensor([1, 0, 0, 0, 1, 0, size, size + 1, 2 * size + 2, 0, far - size])
+        expected = keys <= queries
+        if local_size is not None:
+            expected &= keys > queries - local_size
+        none = torch.zeros_like(queries)
+        try:
+            same = torch.equal(mask_function(none, none, queries, keys), expected)
+        except (IndexError, RuntimeError, TypeError):  # it reads something that belongs to the input
+            same = False
+        if not same:
+            kind = "" if local_size is None else f" over a window of {local_size}"
+            raise AttentionError(f"the model's attention mask is not causal{kind} (chunked, blockwise or two-way)")
+    return RaggedMask(local_size)
+
+
+class _Rule(NamedTuple):
+    """How scores [.., n, L] become probabilities."""
+
+    scaling: float | None
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None  # [Hq], one more logit for every query of a head, whose probability goes nowhere
+
+
+# What models hand to their attention for other kernels' sake, or have applied already.
+_WITHOUT_EFFECT = {"cache_position", "output_attentions", "output_hidden_states", "position_ids", "use_cache"}
+
+
 def ragged_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: RaggedMask | None,
+    *,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
     ragged_step: RaggedStep | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of packed queries [1, Hq, N, D] over row storage [R, H, C, D]; returns [1, N, Hq, D].
 
     Queries of the heads that share a key-value head are laid side by side, so keys and values are never repeated.
+    The mask says which keys are seen, as in transformers' own kernels. Raises AttentionError for an argument that is
+    not known here.
     """
+    kind = type(module).__name__
     if ragged_step is None:
-        raise DsparkError(f"{type(module).__name__} does not hand keyword arguments to its attention function")
-    step = ragged_step
+        raise AttentionError(f"{kind} does not hand keyword arguments to its attention function")
+    if not isinstance(attention_mask, RaggedMask):
+        raise AttentionError(f"{kind} makes its attention mask in its own way")
+    unknown = sorted(name for name, given in others.items() if given is not None and name not in _WITHOUT_EFFECT)
+    unknown += ["dropout"] * bool(dropout) + ["is_causal"] * (is_causal is False)
+    if unknown:
+        raise AttentionError(f"{kind} hands {', '.join(unknown)} to its attention function, which is not supported")
+    step, rule = ragged_step, _Rule(scaling, attention_mask.window, softcap, s_aux)
     packed = query[0].transpose(0, 1)  # [N, Hq, D]
     if step.together:
-        out = _attend_rows(step, packed, key, value, scaling, sliding_window, softcap)
-    else:
-        out = torch.cat(
-            [
-                _attend_one(
-                    packed[first : first + count], key[row, :, :end], value[row, :, :end], start, scaling,
-                    sliding_window, softcap,
-                )
-                for first, count, row, start, end in zip(
-                    step.first_tokens, step.counts, step.rows, step.starts, step.ends, strict=True
-                )
-            ]
-        )  # fmt: skip
-    return out[None], None
+        return _attend_rows(step, packed, key, value, rule).contiguous()[None], None
+    segments = zip(step.first_tokens, step.counts, step.rows, step.starts, step.ends, strict=True)
+    out = [
+        _attend_one(packed[first : first + count], key[row, :, :end], value[row, :, :end], start, rule)
+        for first, count, row, start, end in segments
+    ]
+    return torch.cat(out)[None], None
 
 
-def _attend_rows(
-    step: RaggedStep,
-    packed: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _attend_rows(step: RaggedStep, packed: Tensor, key: Tensor, value: Tensor, rule: _Rule) -> Tensor:
     heads, live = key.shape[1], len(step.rows)
     groups = packed.shape[1] // heads
     query = step.padded(packed).unflatten(2, (heads, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    mask = step.mask(groups, window, packed.dtype)
-    out = _attend(query, key[:live, :, : step.longest], value[:live, :, : step.longest], mask, scaling, softcap)
+    mask = step.mask(groups, rule.window, packed.dtype)
+    out = _attend(query, key[:live, :, : step.longest], value[:live, :, : step.longest], mask, rule)
     out = out.unflatten(2, (groups, step.width)).permute(0, 3, 1, 2, 4).flatten(2, 3)  # [B, width, Hq, D]
     return step.packed(out)
 
 
-def _attend_one(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    start: int,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _attend_one(query: Tensor, key: Tensor, value: Tensor, start: int, rule: _Rule) -> Tensor:
     """Queries [n, Hq, D] of one row at positions start.. over its keys [H, start+n, D]."""
-    count, heads = query.shape[0], key.shape[0]
+    count, heads, length = query.shape[0], key.shape[0], key.shape[1]
     groups = query.shape[1] // heads
-    length = key.shape[1]
-    if start == 0 and softcap is None and (window is None or length <= window):
+    plain = rule.softcap is None and rule.sinks is None and (rule.window is None or length <= rule.window)
+    if start == 0 and plain:
         key, value = key.repeat_interleave(groups, 0)[None], value.repeat_interleave(groups, 0)[None]
-        out = F.scaled_dot_product_attention(query.transpose(0, 1)[None], key, value, is_causal=True, scale=scaling)
+        query = query.transpose(0, 1)[None]
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=rule.scaling)
         return out[0].transpose(0, 1)
     slots = torch.arange(length, device=query.device)
     positions = torch.arange(start, start + count, device=query.device)[:, None]
     seen = slots <= positions
-    if window is not None:
-        seen &= slots > positions - window
+    if rule.window is not None:
+        seen &= slots > positions - rule.window
     mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, -torch.inf)
     by_head = query.unflatten(1, (heads, groups)).permute(1, 2, 0, 3).flatten(1, 2)[None]  # [1, H, groups*n, D]
-    out = _attend(by_head, key[None], value[None], mask.repeat(groups, 1)[None, None], scaling, softcap)
+    out = _attend(by_head, key[None], value[None], mask.repeat(groups, 1)[None, None], rule)
     return out[0].unflatten(1, (groups, count)).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, softcap: float | None
-) -> Tensor:
-    if softcap is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = torch.tanh(query @ key.transpose(-1, -2) * scale / softcap) * softcap + mask
-    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: _Rule) -> Tensor:
+    """Queries [B, H, groups*n, D] over keys [B, H, L, D] with an additive mask."""
+    if rule.softcap is None and rule.sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=rule.scaling)
+    scale = query.shape[-1] ** -0.5 if rule.scaling is None else rule.scaling
+    scores = query @ key.transpose(-1, -2) * scale
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    scores = scores + mask
+    if rule.sinks is not None:
+        by_head = rule.sinks.view(key.shape[1], -1)  # [H, groups]
+        by_query = by_head.repeat_interleave(query.shape[2] // by_head.shape[1], 1)[None, :, :, None]
+        scores = torch.cat([scores, by_query.expand(len(scores), -1, -1, -1).to(scores.dtype)], -1)
+    return scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]].to(value.dtype) @ value
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ragged_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ragged_mask)
 
 
 @contextmanager

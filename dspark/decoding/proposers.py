@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.decoding.sampling import SamplingConfig, draw, probabilities
+from dspark.decoding.sampling import SamplingConfig, draw, probabilities, require_finite
 from dspark.errors import DsparkError
 from dspark.models.base import Drafter
 
@@ -62,7 +62,8 @@ class Proposer(ABC):
     ) -> Proposal:
         """Draft `slots` tokens after each anchor at its position, for rows 0..B-1.
 
-        draws [B, slots] are the uniforms that decide the tokens (`sampling.draw`); None when greedy.
+        draws [B, slots] are the uniforms that decide the tokens (`sampling.draw`); None when greedy. Raises
+        NonFiniteLogits with the row whose tokens cannot be chosen.
         """
 
     @abstractmethod
@@ -150,7 +151,8 @@ class DrafterProposer(Proposer):
         self.cache.move_row(source, to)
 
     def _choose(self, logits: Tensor, sampling: SamplingConfig, u: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Tokens [B] from logits [B, Vd], and the distribution [B, V] they were drawn from."""
+        """Tokens [B] from logits [B, Vd], and the distribution [B, V] they were drawn from. Raises NonFiniteLogits."""
+        require_finite(logits)
         if sampling.greedy:
             chosen, probs = logits.argmax(-1), None
         else:

@@ -17,10 +17,26 @@ from torch import Tensor
 from dspark.errors import DsparkError
 
 _TOP_CANDIDATES = 1024
+MIN_TEMPERATURE = 1e-5  # below it, division leaves the range of float32; vLLM's bound
 
 
 class SamplingError(DsparkError):
     """A sampling setting is out of range."""
+
+
+class NonFiniteLogits(DsparkError):
+    """Logits that hold NaN or infinity, or nothing above -infinity; `row` is the first such row."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(f"the logits of row {row} are not finite")
+        self.row = row
+
+
+def require_finite(logits: Tensor) -> None:
+    """Raises NonFiniteLogits unless each row of logits [N, V] has a finite maximum."""
+    bad = ~logits.amax(-1).isfinite()
+    if bool(bad.any()):
+        raise NonFiniteLogits(int(bad.nonzero()[0]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +48,10 @@ class SamplingConfig:
     top_k: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise SamplingError(f"temperature is {self.temperature}; expected 0 (greedy) or more (`temperature`)")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < float("inf"):
+            raise SamplingError(
+                f"temperature is {self.temperature}; expected 0 (greedy), {MIN_TEMPERATURE:g} or more (`temperature`)"
+            )
         if not 0 < self.top_p <= 1:
             raise SamplingError(f"top_p is {self.top_p}; expected above 0 and at most 1 (`top_p`)")
         if self.top_k < 0:
@@ -77,7 +95,7 @@ def probabilities(logits: Tensor, config: SamplingConfig) -> Tensor:
     """Logits [..., V] to the float32 probabilities [..., V] that sampling uses (temperature, top-k, top-p)."""
     if config.greedy:
         raise SamplingError("greedy decoding has no probabilities; compare argmax tokens instead")
-    scaled = logits.float() / config.temperature
+    scaled = _scaled(logits, config)
     vocabulary = scaled.shape[-1]
     if 0 < config.top_k < vocabulary:
         values, indices = scaled.topk(config.top_k, dim=-1)
@@ -91,6 +109,12 @@ def probabilities(logits: Tensor, config: SamplingConfig) -> Tensor:
     if count < vocabulary and bool((values.sum(-1) < config.top_p).any()):
         values, indices = probs.sort(dim=-1, descending=True)
     return torch.zeros_like(probs).scatter_(-1, indices, _nucleus(values, config.top_p))
+
+
+def _scaled(logits: Tensor, config: SamplingConfig) -> Tensor:
+    """Logits over the temperature, less the highest of each row, which changes no probability and cannot overflow."""
+    logits = logits.float()
+    return (logits - logits.amax(-1, keepdim=True)) / config.temperature
 
 
 def _nucleus(descending: Tensor, top_p: float) -> Tensor:
@@ -116,7 +140,7 @@ def sample(logits: Tensor, config: SamplingConfig, u: Tensor) -> Tensor:
         return logits.argmax(-1)
     if not 0 < config.top_k < logits.shape[-1]:
         return draw(probabilities(logits, config), u)
-    values, indices = (logits.float() / config.temperature).topk(config.top_k, dim=-1)
+    values, indices = _scaled(logits, config).topk(config.top_k, dim=-1)
     kept = _nucleus(values.softmax(-1), config.top_p)
     # In token order, as the whole vocabulary would be walked.
     indices, order = indices.sort(-1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +20,13 @@ from torch import Tensor, nn
 from dspark.config import SettingError, default_layer_ids
 from dspark.decoding.target_checks import (
     TargetError,
+    check_target,
     opening_error,
+    output_head,
     require_device,
     require_whole_weights,
     text_decoder,
+    unknown_token,
 )
 from dspark.families import MASK_TOKEN_IDS
 
@@ -56,22 +59,25 @@ class Target:
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
-        self.name, self.revision, self.folder = name, revision, folder
+        self.name, self.revision, self.folder = name or type(model).__name__, revision, folder
         self.text_config = self.model.config.get_text_config()
         self.decoder = text_decoder(self.model)
         self.layers: Any = self.decoder.layers
         self.final_norm: Any = self.decoder.norm
         self.embed_tokens: nn.Embedding = self.decoder.embed_tokens
-        self.lm_head: nn.Linear = self.model.get_output_embeddings()
+        self.lm_head: nn.Linear = output_head(self.model)
         self.num_layers = len(self.layers)
         self.hidden_size: int = self.text_config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]
+        values = self.text_config.to_dict()
+        self.context_length, self.rotary_limit = context_length(values), rotary_limit(values)
+        self.input_vocab_size = min(self.vocab_size, tokenizer_length(tokenizer) or self.vocab_size)
         self.final_logit_softcapping = getattr(self.text_config, "final_logit_softcapping", None)
         ids = default_layer_ids(self.num_layers) if target_layer_ids is None else tuple(target_layer_ids)
         for layer in ids:
             if not -1 <= layer < self.num_layers:
                 raise SettingError(
-                    f"target_layer_ids has {layer}; {name or 'this target'} has layers -1 (the embedding output) "
+                    f"target_layer_ids has {layer}; {self.name} has layers -1 (the embedding output) "
                     f"to {self.num_layers - 1} (option `drafter.target_layer_ids`)"
                 )
         self.layer_ids: tuple[int, ...] = ids
@@ -92,10 +98,12 @@ class Target:
         target_layer_ids: Iterable[int] | None = None,
         attn_implementation: str = "sdpa",
         trust_remote_code: bool = False,
+        check: bool = True,
     ) -> Target:
         """Open a local folder or a hub id. `device` "auto" takes the GPU when there is one.
 
-        Raises TargetError when the folder holds no model or the model is not a decoder of the expected make.
+        check: compare how it is read here with its own forward pass (`check_target`); False where that has been done.
+        Raises TargetError when the folder holds no model, or one that is not read as it computes.
         """
         from transformers import AutoModelForCausalLM
 
@@ -114,7 +122,7 @@ class Target:
             )
         except (ImportError, OSError, ValueError) as error:
             raise opening_error(str(path_or_id), attn_implementation, error) from error
-        return cls(
+        target = cls(
             model.to(device),
             open_tokenizer(path_or_id, **hub),
             target_layer_ids=target_layer_ids,
@@ -122,6 +130,9 @@ class Target:
             revision=revision,
             folder=folder,
         )
+        if check:
+            check_target(target)
+        return target
 
     @property
     def device(self) -> torch.device:
@@ -149,7 +160,15 @@ class Target:
 
         With `past_key_values` the pass extends that cache in place; give `position_ids` [B, S] and a mask
         over cached and new tokens when rows differ in length. States at padding are meaningless.
+        Raises TargetError for ids of no token, and for more tokens than the target's rotary factors are constant for.
         """
+        if (unknown := unknown_token(self, input_ids.unique().tolist())) is not None:
+            raise TargetError(f"{self.name}: {unknown}")
+        if self.rotary_limit is not None and input_ids.shape[1] > self.rotary_limit:
+            raise TargetError(
+                f"{self.name}: {input_ids.shape[1]} tokens; its rotary factors change after {self.rotary_limit}, by "
+                "the longest row of a batch, so that longer texts are not read (shorten them, `cache.max_length`)"
+            )
         input_ids = input_ids.to(self.device)
         mask = None if attention_mask is None else attention_mask.to(self.device)
         if mask is not None and past_key_values is None and mask.dim() == 2:
@@ -191,21 +210,6 @@ class Target:
         cap = self.final_logit_softcapping
         return out if cap is None else torch.tanh(out / cap) * cap
 
-    @torch.no_grad()
-    def check_head(self, *, tolerance: float = 1e-4) -> None:
-        """Raises TargetError unless `logits(last)` gives the model's own logits on a short input."""
-        ids = (torch.arange(8, device=self.device) * 7919 % min(self.vocab_size, 30000))[None]
-        own = self.model(input_ids=ids, use_cache=False).logits.float()
-        ours = self.logits(self.capture(ids).last).float()
-        difference = (own - ours).abs().max().item()
-        # Relative to the spread of the logits: reduced precision rounds large ones more.
-        bound = tolerance * max(1.0, own.abs().max().item())
-        if not difference <= bound:
-            raise TargetError(
-                f"{self.name}: lm_head(last state) differs from the model's logits by {difference:.3g} (allowed "
-                f"{bound:.3g}). The model does something between its final norm and its logits that is not supported."
-            )
-
     def hashes(self) -> dict[str, str]:
         """weights_sha256, tokenizer_sha256 and chat_template_sha256, as the contract records them."""
         weights = hash_weights(self.folder) if self.folder else None
@@ -239,6 +243,31 @@ class Target:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()
+
+
+def rotary_limit(text_config: Mapping[str, Any]) -> int | None:
+    """Up to how many tokens rotary factors are those of a short text: LongRoPE and dynamic ones change after it.
+
+    They change for all rows of a batch at once, so that a row's states would depend on its neighbours.
+    """
+    rules = text_config.get("rope_parameters") or {}
+    each = [rule for rule in rules.values() if isinstance(rule, Mapping)] or [rules]
+    changing = [rule for rule in each if "dynamic" in (kind := rule.get("rope_type") or "") or kind == "longrope"]
+    own = text_config.get("original_max_position_embeddings") or text_config.get("max_position_embeddings")
+    return min((int(rule.get("original_max_position_embeddings") or own or 0) for rule in changing), default=None)
+
+
+def context_length(text_config: Mapping[str, Any]) -> int | None:
+    """How many tokens the target may be given, answer included; None when its config does not say."""
+    limits = (text_config.get("max_position_embeddings"), rotary_limit(text_config))
+    return min((int(limit) for limit in limits if limit), default=None)
+
+
+def tokenizer_length(tokenizer: Any) -> int | None:
+    """One more than the last id that the tokenizer gives; None without one."""
+    return (
+        None if tokenizer is None else max([len(tokenizer), *(token + 1 for token in tokenizer.added_tokens_decoder)])
+    )
 
 
 def stop_tokens(*sources: Any) -> frozenset[int]:

@@ -24,6 +24,15 @@ from storage.codecs.registry import HIDDEN_STATES, TEACHER, codec_class, known_c
 Positive = Annotated[int, Field(ge=1, le=2**53)]  # what JSON, and a reader in any language, keeps whole
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+
+
+def _samplable(temperature: float) -> float:
+    if 0 < temperature < 1e-5:
+        raise ValueError("a temperature is 0 (greedy), or 1e-05 or more")
+    return temperature
+
+
+Temperature = Annotated[NonNegative, AfterValidator(_samplable)]
 _Values = TypeVar("_Values", bound=tuple[object, ...])
 
 
@@ -117,7 +126,7 @@ class DataSettings(Section):
 class RegenerateSettings(Section):
     """How the target writes its own answers to the training prompts."""
 
-    temperature: NonNegative = 0.7
+    temperature: Temperature = 0.7
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8
     top_k: Annotated[int, Field(ge=0)] = 20  # 0: no limit
     max_new_tokens: Positive = 4096
@@ -139,7 +148,7 @@ class CacheSettings(Section):
     teacher_options: dict[str, Any] = Field(default={})
     components: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.5  # projected: how many, in hidden sizes
     acceptance_bound: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.01  # auto
-    temperature: NonNegative = 1.0  # of decoding, at which errors of the acceptance rate are measured
+    temperature: Temperature = 1.0  # of decoding, at which errors of the acceptance rate are measured
     tokens_per_shard: Positive = 1_000_000  # a shard is a work item
     max_length: Positive = 4096  # longer conversations are cut; what is kept stays supervised
     max_num_batched_tokens: Positive = 16_384  # in a forward pass, padding included
@@ -340,7 +349,7 @@ class CalibrateSettings(Section):
     # temperature: the paper's sequential temperature scaling; affine: a shift a slot as well
     method: Literal["temperature", "affine"] = "temperature"
     # Of the decodings. Sampled text is read with the nearest table; greedy text only with one of temperature 0.
-    temperatures: Annotated[tuple[NonNegative, ...], Field(min_length=1), Distinct] = (1.0,)
+    temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1), Distinct] = (1.0,)
     seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1), Distinct] = (0,)  # where T > 0
     max_new_tokens: Positive = 2048
     batch_size: Positive = 16
@@ -365,7 +374,7 @@ class ServingSettings(Section):
     At `measured_users` the engine itself decodes; at `users` recorded rounds are replayed over the step costs.
     """
 
-    temperature: NonNegative | None = None  # one of evaluate.temperatures; null: the last of them
+    temperature: Temperature | None = None  # one of evaluate.temperatures; null: the last of them
     users: Annotated[tuple[Positive, ...], Distinct] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     measured_users: Annotated[tuple[Positive, ...], Distinct] = (1, 4, 16)
     max_new_tokens: Positive = 64  # of a measured request
@@ -376,7 +385,7 @@ class ServingSettings(Section):
 class EvaluateSettings(Section):
     """Speculative decoding of the evaluation prompts, beside plain decoding."""
 
-    temperatures: Annotated[tuple[NonNegative, ...], Field(min_length=1), Distinct] = (0.0, 1.0)
+    temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1), Distinct] = (0.0, 1.0)
     seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1), Distinct] = (0,)
     max_new_tokens: Positive = 2048
     batch_size: Positive = 16

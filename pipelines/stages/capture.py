@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pipelines.errors import UserError
 from pipelines.settings import Settings
 from pipelines.target_facts import TargetFacts
 from pipelines.workers import open_target
@@ -86,7 +87,6 @@ class CaptureWorker:
     def __init__(self, settings: Settings, facts: TargetFacts, root: str) -> None:
         self.settings, self.root = settings, root
         self.target = open_target(settings, facts)
-        self.target.check_head()
         self._codecs: Codecs | None = None
 
     def run(self, unit: CaptureUnit | FitUnit) -> dict[str, Any]:
@@ -136,6 +136,11 @@ class CaptureWorker:
         """One forward pass; the rows' states stay on the target's device, which may encode them faster."""
         import torch
 
+        from dspark.decoding.target_checks import unknown_token
+
+        for row in batch:
+            if (unknown := unknown_token(self.target, row.input_ids)) is not None:
+                raise UserError(f"row {row.sample_id}: {unknown}; take the row out of the conversations")
         longest = max(len(row.input_ids) for row in batch)
         input_ids = torch.zeros(len(batch), longest, dtype=torch.long)
         mask = torch.zeros(len(batch), longest, dtype=torch.long)

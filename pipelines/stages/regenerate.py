@@ -230,6 +230,7 @@ def left_out(result: dict[str, Any], splits: dict[str, PromptSet], minimum: int)
     why = {
         "context": "end early: the next question does not fit the target's context with an answer",
         "template": "end early: the chat template refuses the target's own answer as history",
+        "no token": "end before an id that the target wrote and the tokenizer does not have",
         "shortened": "had less room in the target's context than regenerate.max_new_tokens",
     }
     lines += [f"{count} of {answered} conversations {why[name]}" for name, count in result["ended"].items() if count]
@@ -267,9 +268,12 @@ def answer(
     """Conversation rows in the prompts' order; every turn is asked with the target's own earlier answers before it.
 
     The last answer is the row's. A conversation stops early when an answer is cut, and, which `ended` says, when the
-    next question does not fit the context any more ("context") or the template refuses the answer as history
-    ("template"). `finish_reason` is null where there is no answer at all.
+    next question does not fit the context any more ("context"), the template refuses the answer as history
+    ("template"), or the target writes an id that the tokenizer does not have ("no token", which is left out).
+    `finish_reason` is null where there is no answer at all.
     """
+    from dspark.decoding.target_checks import unknown_token
+
     rows = [_new_row(prompt, settings, facts) for prompt in prompts]
     going = dict(zip((prompt.prompt_id for prompt in prompts), zip(prompts, rows, strict=True), strict=True))
     turn = 0
@@ -297,6 +301,9 @@ def answer(
         for completion in decoder.generate(sorted(requests, key=lambda request: -len(request.prompt_ids))):
             prompt, row = going[completion.request_id]
             output = completion.output_ids
+            if unknown_token(decoder.target, output[-1:]) is not None:
+                output, row["ended"] = output[:-1], "no token"
+                del going[completion.request_id]
             row["response_ids"], row["finish_reason"] = output, completion.finish_reason
             history = answer_message(tokenizer, row["prompt_ids"], output, facts.stop_token_ids, prompt.tools)
             row["conversations"].append(history)

@@ -20,10 +20,11 @@ class TableTarget:
 
     def __init__(self, table: Any) -> None:
         self.log_table = torch.tensor(np.asarray(table), dtype=torch.float64).log()
-        self.vocab_size = self.hidden_size = len(self.log_table)
+        self.vocab_size = self.input_vocab_size = self.hidden_size = len(self.log_table)
+        self.context_length = 1000
         self.num_layers, self.layer_ids = 1, (0,)
         self.device = torch.device("cpu")
-        self.text_config = SimpleNamespace(_attn_implementation="sdpa", max_position_embeddings=1000)
+        self.text_config = SimpleNamespace(_attn_implementation="sdpa")
 
     def decoder(self, input_ids: Tensor, **_: Any) -> Any:
         return SimpleNamespace(last_hidden_state=torch.nn.functional.one_hot(input_ids, self.vocab_size).double())

@@ -15,8 +15,9 @@ from dspark.decoding.decoder import Decoder, Request, RequestError
 from dspark.decoding.kv_cache import CacheFull, RaggedCache, RaggedStep
 from dspark.decoding.proposers import ProposerError
 from dspark.decoding.rounds import Completion, commit
-from dspark.decoding.sampling import SamplingConfig
+from dspark.decoding.sampling import MIN_TEMPERATURE, SamplingConfig, SamplingError, probabilities, sample
 from dspark.decoding.scheduling import FullBlock
+from dspark.decoding.target import Target, TargetError
 
 # A divergence is excused only where the target's two best logits are this close (float32).
 GAP_TOLERANCE = 1e-3
@@ -206,7 +207,7 @@ def test_requests_that_cannot_be_decoded_are_named() -> None:
         (replace(good, max_new_tokens=0), "0 new tokens"),
         (replace(good, prompt_ids=[5] * 300), "context is 256"),
         (replace(good, prompt_ids=[5] * 30), "max_length"),
-        (replace(good, prompt_ids=[5, 97]), "token 97"),
+        (replace(good, prompt_ids=[5, 97]), "97 is the id of no token"),
     ):
         why = decoder.why_not(bad)
         assert why is not None
@@ -236,3 +237,70 @@ def test_cache_says_when_it_is_full() -> None:
     cache = RaggedCache(num_layers=1, rows=2, capacity=8)
     with pytest.raises(CacheFull, match="max_length"):
         cache.begin(RaggedStep([0, 1], [6, 7], [1, 2], torch.device("cpu")))
+
+
+def test_logits_that_are_not_finite_name_the_request_and_the_place() -> None:
+    """Embedding row 50 is what the damage stands in; a request reads it in its prompt, or first after its answer."""
+    target = tiny_target()
+    good, bad = some_requests(2)
+    with torch.no_grad():
+        target.embed_tokens.weight[50] = torch.nan
+    target.lm_head = torch.nn.Linear(32, 97, bias=False)
+    prompt = replace(bad, prompt_ids=[5, 50, 7])
+    place = (
+        r"request 'r1': the target's logits for token 0 of its answer \(position 3\) are not finite; .*target\.dtype"
+    )
+    for temperature in (0.0, 1.0):
+        with pytest.raises(RequestError, match=place):
+            list(Decoder(target, sampling=SamplingConfig(temperature=temperature)).generate([good, prompt]))
+    with torch.no_grad():
+        target.lm_head.weight[:] = 0
+        target.lm_head.weight[50] = torch.randn(32) * 100  # r0 or r1 writes token 50 at once, whichever it favours
+    with pytest.raises(RequestError, match=r"request 'r.': the target's logits for token 1 of its answer"):
+        list(Decoder(target, sampling=SamplingConfig(temperature=1.0)).generate([good, bad]))
+
+
+def test_draft_logits_that_are_not_finite_are_the_drafters() -> None:
+    target = shared_target()
+    drafter = a_drafter(target, "vanilla")
+    with torch.no_grad():
+        drafter.sequential_head.markov_w2.weight[:] = torch.inf
+    with pytest.raises(RequestError, match="request 'r0': the drafter's logits for token 1 of its answer"):
+        list(Decoder(target, drafter).generate(some_requests(1)))
+
+
+def test_the_lowest_temperature_is_greedy_and_lower_ones_are_refused() -> None:
+    logits = torch.tensor([[3e30, -1e38, 2.9e30], [0.0, 1.0, 2.0]])
+    lowest = SamplingConfig(temperature=MIN_TEMPERATURE)
+    assert probabilities(logits, lowest).tolist() == [[1, 0, 0], [0, 0, 1]]
+    assert sample(logits, replace(lowest, top_k=2), torch.tensor([0.999, 0.0])).tolist() == [0, 2]
+    for wrong in (1e-38, 1e-6, -1.0, float("nan"), float("inf")):
+        with pytest.raises(SamplingError, match=r"expected 0 \(greedy\), 1e-05 or more"):
+            SamplingConfig(temperature=wrong)
+
+
+class ShortTokenizer:
+    """Has fewer ids than the target has logits."""
+
+    eos_token_id = None
+
+    def __init__(self) -> None:
+        self.added_tokens_decoder = {88: "<last>"}
+
+    def __len__(self) -> int:
+        return 80
+
+
+def test_ids_beyond_the_tokenizer_are_never_read() -> None:
+    target = Target(shared_target().model, ShortTokenizer(), target_layer_ids=(0, 2, 4))
+    assert target.input_vocab_size == 89
+    decoder = Decoder(target, sampling=SamplingConfig(temperature=3.0), max_rows=4)
+    requests = [replace(r, prompt_ids=[i % 89 for i in r.prompt_ids], max_new_tokens=60) for r in some_requests(12)]
+    masked = replace(requests[0], prompt_ids=[5, 96])
+    assert "96 is the id of no token: ids are 0 to 88" in str(decoder.why_not(masked))
+    with pytest.raises(TargetError, match="89 is the id of no token"):
+        target.capture(torch.tensor([[5, 89, 7]]))
+    done = list(decoder.generate(requests))
+    assert any(completion.output_ids[-1] > 88 for completion in done)
+    for completion in done:
+        assert max(completion.output_ids[:-1], default=0) <= 88

@@ -8,6 +8,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 from dspark.config import SettingError, default_layer_ids
 from dspark.decoding.target import Target, TargetError
+from dspark.decoding.target_checks import check_target
 
 SIZES = {
     "vocab_size": 97,
@@ -37,7 +38,6 @@ def test_features_are_layer_outputs_and_last_is_after_the_norm(tied: bool) -> No
     torch.testing.assert_close(captured.features, expected)
     torch.testing.assert_close(captured.last, own.hidden_states[-1])
     torch.testing.assert_close(captured.logits, own.logits)
-    target.check_head()
 
 
 def test_a_batch_of_mixed_lengths_equals_one_by_one() -> None:
@@ -65,20 +65,19 @@ def test_left_padding_keeps_its_mask() -> None:
 def test_soft_cap_is_part_of_the_logits() -> None:
     torch.manual_seed(0)
     model = Gemma2ForCausalLM(Gemma2Config(**SIZES, final_logit_softcapping=3.0))
-    Target(model, target_layer_ids=(1,)).check_head()
+    check_target(Target(model, target_layer_ids=(1,)))
 
 
 def test_a_head_that_does_more_is_refused() -> None:
     target = tiny_llama()
     target.final_logit_softcapping = 0.5
-    with pytest.raises(TargetError, match="differs from the model's logits"):
-        target.check_head()
+    with pytest.raises(TargetError, match="the head times the last hidden states differ"):
+        check_target(target)
 
 
 def test_goldens_open_and_hash(golden: Path) -> None:
     for name in ("dspark_vanilla", "dspark_gemma4_softcap"):
         target = Target.open(golden / name / "target", dtype="float32", device="cpu", target_layer_ids=(0, 2, 4))
-        target.check_head()
         assert target.hashes() == target.hashes()
         assert len(set(target.hashes().values())) == 2  # no tokenizer and no template: both hash nothing
 

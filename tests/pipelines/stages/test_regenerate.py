@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dspark.decoding.decoder import Decoder, SamplingConfig
 from pipelines.data.chat import generated_sample, render_prompt
 from pipelines.data.conversations import BAD_ROW, NO_QUESTION, Prompt, PromptSet
 from pipelines.errors import UserError
@@ -254,3 +255,16 @@ def test_what_is_no_conversation_is_named(line: str, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(line + "\n")
     with pytest.raises(UserError, match=r"train\.jsonl:1: .*stages/regenerate\.json"):
         list(read_conversations(Folder(tmp_path)))
+
+
+def test_an_answer_ends_before_an_id_that_the_tokenizer_does_not_have(toy_folder: Path, tmp_path: Path) -> None:
+    settings = load(tmp_path, toy_folder, (), "regenerate.temperature=3.0", "regenerate.max_new_tokens=40")
+    worker = AnswerWorker(settings, examine_target(settings), Folder(tmp_path))
+    worker.target.input_vocab_size -= 60  # the last ids stand for logits that pad the head
+    decoder = Decoder(worker.target, sampling=SamplingConfig(temperature=3.0))
+    prompts = [prompt(f"p{number}", "x", "y") for number in range(4)]
+    rows = regenerate.answer(decoder, worker.target.tokenizer, prompts, settings, worker.facts)
+    assert "no token" in {row["ended"] for row in rows}
+    assert all(token < worker.target.input_vocab_size for row in rows for token in row["response_ids"])
+    kept = regenerate.left_out({"rows": 4, "dropped": 0, "finish_reasons": {}, "ended": {"no token": 2}}, {}, 1)
+    assert kept == ["2 of 4 conversations end before an id that the target wrote and the tokenizer does not have"]
