@@ -66,7 +66,7 @@ lock:
 	rm -rf .lock-venv && $(PYTHON) -m venv .lock-venv
 	.lock-venv/bin/pip install --quiet $(TORCH)
 	.lock-venv/bin/pip install --quiet --editable '.[dev]'
-	{ head -1 requirements.lock; .lock-venv/bin/pip freeze --exclude-editable; } > requirements.new
+	{ head -1 requirements.lock; .lock-venv/bin/pip freeze --exclude-editable | sed "s/+cpu$$//"; } > requirements.new
 	mv requirements.new requirements.lock && rm -rf .lock-venv
 
 include benchmarks/evidence/evidence.mk

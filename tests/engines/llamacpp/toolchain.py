@@ -94,7 +94,7 @@ def prepare(cache: Path) -> LlamaCpp:
     root.mkdir(parents=True, exist_ok=True)
     if not (tools.source / "CMakeLists.txt").exists():
         _unpack(_fetch(cache / "downloads"), tools.source)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade"]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--only-binary", ":all:"]
     _run([*pip, "--target", tools.python_path, *PYTHON_PACKAGES], log=root / "pip.log", step="install converter tools")
 
     cmake = tools.python_path / "cmake" / "data" / "bin" / "cmake"
@@ -128,7 +128,9 @@ def _fetch(downloads: Path) -> Path:
         downloads.mkdir(parents=True, exist_ok=True)
         requirements = downloads / "requirements.txt"
         requirements.write_text(f"{PACKAGE}=={VERSION} --hash=sha256:{SHA256}\n")
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--require-hashes"]
+        # Only the package itself comes as source: pip asks its build system for the metadata, whose cmake is a wheel.
+        kinds = ["--only-binary", ":all:", "--no-binary", PACKAGE]
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", *kinds, "--require-hashes"]
         _run([*pip, "-d", downloads, "-r", requirements], log=downloads / "pip.log", step=f"download {PACKAGE}")
     with archive.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
