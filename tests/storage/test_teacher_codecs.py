@@ -199,7 +199,7 @@ def test_an_outlier_of_1e5_stays_finite_and_harms_no_other_row(kind: str) -> Non
     stored = codec.decode_teacher(codec.encode_teacher(features, last, row.positions), row.positions)
     # What is recomputed sees what came before: there the outlier is a fact of the rows behind it.
     others = row.positions < 40 if kind == "recomputed" else row.positions != 40
-    for name in ("states", "top_ids", "top_values", "tail_mass"):
+    for name in ("last_hidden_state", "top_ids", "top_values", "tail_mass"):
         value, before = getattr(stored, name), getattr(plain, name)
         if value is not None:
             assert bool(torch.isfinite(value).all())
