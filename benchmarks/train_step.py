@@ -185,7 +185,7 @@ class Bench:
         self.module = BlockLoss(self.drafter, LossConfig())
         self.cache = TargetCache.open(root)
         self.plan = StepPlan(
-            index=Rows.of(self.cache),
+            rows=Rows.of(self.cache),
             seed=0,
             global_batch_size=shape.sequences,
             num_anchors=shape.anchors,
