@@ -29,7 +29,7 @@ class RunDirectory:
     """Paths and small JSON files below one folder. JSON is written atomically."""
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
-        self.url = os.fspath(url).rstrip("/") or "/"
+        self.url = os.fspath(url).rstrip("/")
         if not self.url or "\0" in self.url:
             raise UserError(f"run.directory: {os.fspath(url)!r} is no place for a run; set it to a folder of its own")
         self.folder = Folder(self.url)

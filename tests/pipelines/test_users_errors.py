@@ -150,6 +150,7 @@ def test_a_model_folder_without_its_config(left: tuple[str, ...], toy_folder: Pa
         examine_target(settings(tmp_path / "run", model=str(tmp_path)))
 
 
-def test_the_root_folder_is_itself_and_not_the_working_directory() -> None:
-    assert RunDirectory("/").location("run.json") == "/run.json"
+def test_the_root_folder_is_refused_and_not_taken_for_the_working_directory() -> None:
+    with pytest.raises(UserError, match=r"run\.directory: '/' is no place for a run"):
+        RunDirectory("/")
     assert RunDirectory("/runs/a/").location("run.json") == "/runs/a/run.json"
