@@ -89,7 +89,7 @@ def test_merge_joins_two_imports(imported: str, tmp_path: Path, capsys: pytest.C
 def test_a_wrong_codec_is_explained(imported: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new = str(tmp_path / "new")
     assert dspark("cache", "recode", imported, new, "--features", "zip") == 2
-    assert "no codec is named 'zip'; choose one of bf16" in capsys.readouterr().err
+    assert "no codec is named 'zip'; choose one of projected" in capsys.readouterr().err
     assert dspark("cache", "recode", imported, new, "--features", "int8:steps=3") == 2
     assert "codec 'int8' has no setting 'steps'; it has group" in capsys.readouterr().err
     for codec, reason in (
