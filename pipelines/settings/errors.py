@@ -56,7 +56,7 @@ RENAMED = {
     "evaluate.rows": "evaluate.batch_size",
     "evaluate.workers": "evaluate.num_workers",
     "evaluate.plain": "evaluate.without_drafter",
-    "publish.speculators": "publish.layouts=[speculators]",
+    "publish.speculators": "publish.layouts, a list such as [speculators]",
 }
 
 
