@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cluster.schedule import learning_rate_factor
+from cluster.engine_settings import learning_rate_factor
 from dspark.decoding.decoder import Decoder, Request, SamplingConfig
 from dspark.decoding.proposers import Committed, proposer_for
 from dspark.losses.fused_loss import BlockLoss

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from cluster.schedule import learning_rate_factor
+from cluster.engine_settings import learning_rate_factor
 from dspark.losses.fused_loss import BlockLoss
 from dspark.losses.losses import add_sums, metrics_of
 from pipelines.settings import Settings, load_settings

@@ -277,9 +277,9 @@ class Bench:
         settings = DeepSpeedSettings(
             zero_stage=0 if self.shape.dtype == "float32" else 1,
             precision="fp32" if self.shape.dtype == "float32" else "bf16",
-            schedule="constant",
+            lr_scheduler_type="constant",
             warmup_ratio=0.0,
-            clip=CLIP,
+            max_grad_norm=CLIP,
         )
         engine = build_engine(self.module, settings, self.plan.total_steps)
         self.module.take_head()

@@ -49,15 +49,16 @@ class TrainEngine:
 
     @property
     def device(self) -> torch.device:
-        return self.deepspeed.device
+        device: torch.device = self.deepspeed.device
+        return device
 
     @property
     def rank(self) -> int:
-        return self.deepspeed.global_rank
+        return int(self.deepspeed.global_rank)
 
     @property
     def world_size(self) -> int:
-        return self.deepspeed.world_size
+        return int(self.deepspeed.world_size)
 
     def train_step(
         self,

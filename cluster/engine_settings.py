@@ -1,4 +1,4 @@
-"""What a training engine is made from: the settings, the DeepSpeed JSON that they become, and the optimizer."""
+"""What a training engine is made from: the settings, the DeepSpeed JSON that they become, optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from cluster.errors import ClusterError
-from cluster.schedule import Schedule, learning_rate_factor
 
 if TYPE_CHECKING:
     import torch
 
 Precision = Literal["fp32", "bf16"]
+Schedule = Literal["cosine", "wsd", "constant"]
 OptimizerName = Literal["adamw", "adam", "nadam", "radam", "sgd"]
 
 # The engine counts micro-batches and normalises by itself; these are not the user's to change.
@@ -36,21 +36,21 @@ class DeepSpeedSettings:
     """Precision, sharding, optimizer and schedule of a training engine.
 
     `precision="bf16"` computes in bfloat16 and keeps fp32 master weights (ZeRO stage 1 and up);
-    `accumulate_fp32` sums the micro-batches' gradients in fp32 as well (stage 1). `clip=0` does not clip.
+    `accumulate_fp32` sums the micro-batches' gradients in fp32 as well (stage 1). `max_grad_norm=0` does not clip.
     The optimizers compile nothing. `overrides` are laid over the generated DeepSpeed JSON, key by key.
     """
 
     zero_stage: int = 1
     precision: Precision = "fp32"
     accumulate_fp32: bool = False
-    clip: float = 1.0
+    max_grad_norm: float = 1.0
     optimizer: OptimizerName = "adamw"
     learning_rate: float = 6e-4
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     momentum: float = 0.9
     epsilon: float = 1e-8
-    schedule: Schedule = "cosine"
+    lr_scheduler_type: Schedule = "cosine"
     warmup_ratio: float = 0.04
     final_ratio: float = 0.0
     decay_ratio: float = 0.2
@@ -61,7 +61,7 @@ class DeepSpeedSettings:
             ("zero_stage", self.zero_stage, (0, 1, 2, 3)),
             ("precision", self.precision, get_args(Precision)),
             ("optimizer", self.optimizer, get_args(OptimizerName)),
-            ("schedule", self.schedule, get_args(Schedule)),
+            ("lr_scheduler_type", self.lr_scheduler_type, get_args(Schedule)),
         )
         for name, value, allowed in choices:
             if value not in allowed:
@@ -76,9 +76,9 @@ class DeepSpeedSettings:
                 f"accumulate_fp32 goes with precision = bf16 at zero_stage = 1, not with {self.precision} "
                 f"at stage {self.zero_stage}; drop it (fp32 accumulates in fp32 anyway) or change the stage"
             )
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0 and self.clip >= 0):
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0 and self.max_grad_norm >= 0):
             raise ClusterError(
-                f"learning_rate = {self.learning_rate} must be positive, clip = {self.clip} zero (none) or positive"
+                f"learning_rate = {self.learning_rate} must be positive, max_grad_norm = {self.max_grad_norm} zero (none) or positive"
             )
         if reserved := sorted(set(self.overrides) & set(_RESERVED)):
             raise ClusterError(
@@ -110,7 +110,9 @@ class DeepSpeedSettings:
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "managed_gradient_accumulation": False,  # step() ends an accumulation, however many micro-batches it had
-            "gradient_clipping": self.clip if self.zero_stage else 0.0,  # stage 0 clips in the optimizer, see `engine`
+            "gradient_clipping": self.max_grad_norm
+            if self.zero_stage
+            else 0.0,  # stage 0 clips in the optimizer, see `engine`
             "zero_optimization": {"stage": self.zero_stage, "overlap_comm": False},
             "zero_allow_untested_optimizer": True,
             "steps_per_print": None,
@@ -126,7 +128,7 @@ class DeepSpeedSettings:
         return self.learning_rate * learning_rate_factor(
             step,
             total_steps,
-            schedule=self.schedule,
+            schedule=self.lr_scheduler_type,
             warmup_ratio=self.warmup_ratio,
             final_ratio=self.final_ratio,
             decay_ratio=self.decay_ratio,
@@ -147,7 +149,7 @@ class DeepSpeedSettings:
         }
         kind, options = kinds[self.optimizer]
         if self.zero_stage == 0:
-            kind = type(f"Guarded{kind.__name__}", (_Guarded, kind), {"clip": self.clip})
+            kind = type(f"Guarded{kind.__name__}", (_Guarded, kind), {"max_grad_norm": self.max_grad_norm})
         return kind([dict(group) for group in groups], **common, **options)
 
 
@@ -180,7 +182,7 @@ class _Watched(dict[str, Any]):
 class _Guarded:
     """Clipping, the gradient's norm and skipping of steps that are not finite: ZeRO has them, stage 0 has not."""
 
-    clip = 0.0
+    max_grad_norm = 0.0
     overflow = False
     _global_grad_norm = 0.0
 
@@ -194,9 +196,9 @@ class _Guarded:
         self.overflow = not math.isfinite(self._global_grad_norm)
         if self.overflow:
             return
-        if self.clip > 0:
+        if self.max_grad_norm > 0:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
         super().step(closure)  # type: ignore[misc]
 
 
@@ -207,3 +209,33 @@ def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, 
         old = merged.get(key)
         merged[key] = _laid_over(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
+
+
+def learning_rate_factor(
+    step: int,
+    total_steps: int,
+    *,
+    schedule: Schedule = "cosine",
+    warmup_ratio: float = 0.04,
+    final_ratio: float = 0.0,
+    decay_ratio: float = 0.2,
+) -> float:
+    """The share of the peak learning rate that step `step` (0-based, of `total_steps`) uses.
+
+    The first `warmup_ratio` of the steps rise linearly to 1. Then "cosine" falls to `final_ratio` along half a cosine;
+    "wsd" (warm-up, stable, decay) stays at 1 and falls to `final_ratio` linearly over the last `decay_ratio` of the
+    steps; "constant" stays.
+    """
+    warmup = math.ceil(warmup_ratio * total_steps)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if schedule == "constant":
+        return 1.0
+    if schedule == "cosine":
+        share = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        return final_ratio + (1.0 - final_ratio) * 0.5 * (1.0 + math.cos(math.pi * share))
+    if schedule == "wsd":
+        decay = max(1, math.ceil(decay_ratio * total_steps))
+        share = min(1.0, max(0.0, (step - (total_steps - decay)) / decay))
+        return 1.0 - (1.0 - final_ratio) * share
+    raise ClusterError(f"schedule {schedule!r}: choose cosine, wsd or constant")

@@ -145,10 +145,12 @@ def _fragment(inner: Any, parameter: Any, key: str) -> torch.Tensor:
     """This rank's fragment of a parameter in the flat fp32 partition, or in the optimizer's state beside it."""
     mapping = parameter._hp_mapping
     if key == WEIGHT:
-        return mapping.hp_fragment.data
+        master: torch.Tensor = mapping.hp_fragment.data
+        return master
     (flat,) = inner.param_groups[mapping.param_group_index]["params"]
     address = mapping.hp_fragment_address
-    return inner.state[flat][key].narrow(0, address.start, address.numel)
+    whole: torch.Tensor = inner.state[flat][key]
+    return whole.narrow(0, address.start, address.numel)
 
 
 def _numel(parameter: Any) -> int:

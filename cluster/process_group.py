@@ -80,7 +80,8 @@ def interface_of(address: str) -> str | None:
     """The name of the network interface with this IP address; None if this machine has none."""
     import psutil
 
-    for name, addresses in psutil.net_if_addrs().items():
+    found: dict[str, Any] = psutil.net_if_addrs()
+    for name, addresses in found.items():
         if any(each.address.partition("%")[0] == address for each in addresses):
             return name
     return None

@@ -108,6 +108,7 @@ def ray_session(
     num_gpus: int | None = None,
     object_store_bytes: int | None = None,
     directory: str | os.PathLike[str] | None = None,
+    kept_as: Callable[[str], str] = str,
     worker_logs: bool = False,
 ) -> Iterator[RaySession]:
     """Run the body with Ray connected, and disconnect (ending an embedded cluster) afterwards.
@@ -118,6 +119,7 @@ def ray_session(
         num_cpus, num_gpus: logical resources of an embedded cluster; None takes what the machine has.
         object_store_bytes: shared memory of an embedded cluster, 200 MiB by default (states travel on disk).
         directory: where Ray's logs go if the body raises; None drops them.
+        kept_as: what becomes of their text there, such as the same without secrets.
         worker_logs: repeat what workers print on this terminal (costs one more process).
 
     Raises:
@@ -152,7 +154,7 @@ def ray_session(
             with environment(variables), node:
                 yield _describe(temporary)
         except Exception:
-            _keep_logs(temporary / _RAYS_FOLDER, directory)
+            _keep_logs(temporary / _RAYS_FOLDER, directory, kept_as)
             raise
         finally:
             reload_environment()
@@ -378,13 +380,17 @@ def _describe(temporary: Path | None) -> RaySession:
     )
 
 
-def _keep_logs(temporary: Path, directory: str | os.PathLike[str] | None) -> None:
+def _keep_logs(temporary: Path, directory: str | os.PathLike[str] | None, kept_as: Callable[[str], str]) -> None:
     logs = temporary / "session_latest" / "logs"
     if directory is None or not logs.is_dir():
         return
     target = Path(directory) / "ray-logs"
     shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(logs, target, ignore_dangling_symlinks=True)
+    for path in logs.rglob("*"):
+        if path.is_file():
+            kept = target / path.relative_to(logs)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(kept_as(path.read_text(errors="replace")))
 
 
 def _sweep() -> None:

@@ -138,10 +138,10 @@ def _pickled(text: str, error: BaseException) -> bytes:
 
     error = error.with_traceback(None)
     try:
-        packed = cloudpickle.dumps((text, error))
+        packed: bytes = cloudpickle.dumps((text, error))
         cloudpickle.loads(packed)
     except Exception:  # an exception class may refuse to be pickled or made again; its text is enough then
-        return cloudpickle.dumps((text, None))
+        packed = cloudpickle.dumps((text, None))
     return packed
 
 

@@ -16,6 +16,7 @@ from dspark.decoding.target_checks import check_identity, check_target
 from pipelines.errors import UserError, for_the_user
 from pipelines.target_facts import local_folder
 from storage.files.filesystems import Folder
+from storage.files.masking import mask
 
 if TYPE_CHECKING:
     from pipelines.settings import Settings
@@ -73,6 +74,7 @@ def session(settings: Settings, logs: str) -> Iterator[None]:
         num_gpus=cluster.num_gpus,
         object_store_bytes=cluster.object_store_bytes,
         directory=None if "://" in logs else logs,
+        kept_as=mask,
     ):
         yield
 

@@ -41,10 +41,10 @@ def engine_settings(settings: Settings) -> DeepSpeedSettings:
     return DeepSpeedSettings(
         learning_rate=train.learning_rate,
         warmup_ratio=train.warmup_ratio,
-        schedule=train.lr_scheduler_type,
+        lr_scheduler_type=train.lr_scheduler_type,
         optimizer=train.optimizer,
         weight_decay=train.weight_decay,
-        clip=train.max_grad_norm,
+        max_grad_norm=train.max_grad_norm,
         precision="bf16" if train.precision == "bfloat16" else "fp32",
         accumulate_fp32=train.accumulate_float32,
         zero_stage=train.zero_stage,

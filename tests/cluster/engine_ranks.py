@@ -47,7 +47,7 @@ def settings_of(stage: int, precision: str) -> DeepSpeedSettings:
         precision="bf16" if accumulating else precision,
         accumulate_fp32=accumulating,
         learning_rate=RATE,
-        clip=CLIP,
+        max_grad_norm=CLIP,
         weight_decay=0.1,
         warmup_ratio=0.2,
     )

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from cluster.engine import release_freed_memory
-from cluster.engine_settings import DeepSpeedSettings
-from cluster.schedule import learning_rate_factor
+from cluster.engine_settings import DeepSpeedSettings, learning_rate_factor
 from cluster.train_group import run_group
 
 
@@ -31,7 +30,7 @@ def training(steps: int) -> Callable[[dict[str, Any]], None]:
         torch.set_num_threads(1)
         module = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
         module[0].bias.requires_grad_(False)
-        settings = DeepSpeedSettings(zero_stage=config["zero_stage"], learning_rate=1e-2, clip=0.5)
+        settings = DeepSpeedSettings(zero_stage=config["zero_stage"], learning_rate=1e-2, max_grad_norm=0.5)
         engine = build_engine(module, settings, 6)
         first = 0
         if config["resume"] is not None:

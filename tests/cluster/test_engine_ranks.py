@@ -10,7 +10,7 @@ import engine_ranks
 import pytest
 import torch
 
-from cluster.schedule import learning_rate_factor
+from cluster.engine_settings import learning_rate_factor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STAGES = (0, 1, 2, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from private_head import Head, start_head, wait
 
 from cluster import jobs
 from cluster.session import ray_session
@@ -20,8 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
-def head() -> Iterator[jobs.Head]:
-    with jobs.start_head(num_cpus=2) as started:
+def head() -> Iterator[Head]:
+    with start_head(num_cpus=2) as started:
         yield started
         below = psutil.Process(started.pid).children(recursive=True)
     assert not started.directory.exists()
@@ -48,54 +50,54 @@ def sleeping_job(address: str) -> tuple[str, psutil.Process]:
     raise AssertionError(f"the job ended: {said}")
 
 
-def test_a_job_runs_in_its_folder_and_its_output_comes_back(head: jobs.Head, tmp_path: Path):
+def test_a_job_runs_in_its_folder_and_its_output_comes_back(head: Head, tmp_path: Path):
     (tmp_path / "note.txt").write_text("from the folder")
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "big").write_text("stays at home")
     text = "import os; print(open('note.txt').read(), os.environ['COLOUR'], os.path.exists('runs'))"
     job = jobs.submit(python(text), address=head.jobs_address, working_dir=tmp_path, env_vars={"COLOUR": "blue"})
-    assert jobs.wait(job, address=head.jobs_address, timeout=120) == "SUCCEEDED"
+    assert wait(job, address=head.jobs_address, timeout=120) == "SUCCEEDED"
     assert "from the folder blue False" in "".join(jobs.logs(job, address=head.jobs_address, follow=True))
     assert jobs.stop(job, address=head.jobs_address) is False
 
 
-def test_a_session_inside_a_job_uses_its_cluster(head: jobs.Head):
+def test_a_session_inside_a_job_uses_its_cluster(head: Head):
     text = "from cluster.session import ray_session\nwith ray_session() as s: print('cpus', s.cpus, s.temporary)"
     root = str(Path(jobs.__file__).parents[1])
     job = jobs.submit(python(text), address=head.jobs_address, env_vars={"PYTHONPATH": root})
-    state = jobs.wait(job, address=head.jobs_address, timeout=120)
+    state = wait(job, address=head.jobs_address, timeout=120)
     said = "".join(jobs.logs(job, address=head.jobs_address))
     assert state == "SUCCEEDED", said
     assert "cpus 2.0 None" in said
 
 
-def test_a_driver_connects_by_address(head: jobs.Head):
+def test_a_driver_connects_by_address(head: Head):
     with ray_session(head.address) as session:
         assert session.address == head.address
         assert session.temporary is None
 
 
-def test_stopping_and_failing(head: jobs.Head):
+def test_stopping_and_failing(head: Head):
     address = head.jobs_address
     job, _ = sleeping_job(address)
     assert jobs.status(job, address=address) == "RUNNING"
     assert jobs.stop(job, address=address) is True
-    assert jobs.wait(job, address=address, timeout=120) == "STOPPED"
+    assert wait(job, address=address, timeout=120) == "STOPPED"
     failing = jobs.submit(python("raise SystemExit(3)"), address=address, job="the-failing-one")
     assert failing == "the-failing-one"
-    assert jobs.wait(failing, address=address, timeout=120) == "FAILED"
+    assert wait(failing, address=address, timeout=120) == "FAILED"
     assert "3" in jobs.message(failing, address=address)
     with pytest.raises(jobs.JobError, match="the-failing-one"):
         jobs.submit(python("pass"), address=address, job="the-failing-one")
 
 
 def test_a_running_job_ends_with_its_head():
-    with jobs.start_head(num_cpus=1) as started:
+    with start_head(num_cpus=1) as started:
         _, process = sleeping_job(started.jobs_address)
     assert_gone([process], 20)
 
 
-def test_mistakes_are_explained(head: jobs.Head):
+def test_mistakes_are_explained(head: Head):
     with pytest.raises(jobs.JobError, match="knows no job 'nobody'"):
         jobs.status("nobody", address=head.jobs_address)
     with pytest.raises(jobs.JobError, match=r"no Ray head answers at http://127\.0\.0\.1:9"):
@@ -103,8 +105,14 @@ def test_mistakes_are_explained(head: jobs.Head):
 
 
 def test_a_head_does_not_outlive_a_killed_owner():
-    text = "from cluster.jobs import start_head\nwith start_head(num_cpus=1) as h: print(h.pid, flush=True); input()"
-    owner = subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    text = "from private_head import start_head\nwith start_head(num_cpus=1) as h: print(h.pid, flush=True); input()"
+    owner = subprocess.Popen(
+        [sys.executable, "-c", text],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (Path(__file__).parents[2], Path(__file__).parent)))},
+    )
     assert owner.stdout is not None
     head = psutil.Process(int(owner.stdout.readline()))
     folder = Path(next(word for word in head.cmdline() if word.startswith("--temp-dir=")).partition("=")[2]).parent
@@ -117,7 +125,7 @@ def test_a_head_does_not_outlive_a_killed_owner():
         shutil.rmtree(folder)
 
 
-def test_the_head_is_on_loopback_and_private(head: jobs.Head, listening_on: Callable[[int], set[str]]):
+def test_the_head_is_on_loopback_and_private(head: Head, listening_on: Callable[[int], set[str]]):
     assert listening_on(head.pid) <= {"127.0.0.1", "::1"}
     assert (head.directory / "token").stat().st_mode & 0o777 == 0o600
     assert head.directory.stat().st_mode & 0o777 == 0o700

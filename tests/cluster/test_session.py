@@ -10,14 +10,11 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from cluster import jobs
 from cluster.ray_private import SOCKET_BELOW_TEMPORARY
 from cluster.session import _sweep, ray_session
 
@@ -132,12 +129,9 @@ def test_what_lives_on_of_a_killed_session_is_ended_and_nothing_else(tmp_path: P
         spared.wait()
 
 
-@pytest.mark.parametrize("start", [ray_session, jobs.start_head])
-def test_a_temporary_folder_whose_path_is_too_long_for_a_socket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[[], AbstractContextManager[object]]
-):
+def test_a_temporary_folder_whose_path_is_too_long_for_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", f"{tmp_path}/{'long' * 10}")
-    with pytest.raises(ValueError, match=r"is \d+ bytes too long for the sockets .* set TMPDIR"), start():
+    with pytest.raises(ValueError, match=r"is \d+ bytes too long for the sockets .* set TMPDIR"), ray_session():
         pass
 
 
