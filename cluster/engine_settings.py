@@ -78,7 +78,8 @@ class DeepSpeedSettings:
             )
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0 and self.max_grad_norm >= 0):
             raise ClusterError(
-                f"learning_rate = {self.learning_rate} must be positive, max_grad_norm = {self.max_grad_norm} zero (none) or positive"
+                f"learning_rate = {self.learning_rate} must be positive, max_grad_norm = {self.max_grad_norm} zero (no "
+                "clipping) or positive"
             )
         if reserved := sorted(set(self.overrides) & set(_RESERVED)):
             raise ClusterError(
@@ -110,9 +111,7 @@ class DeepSpeedSettings:
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "managed_gradient_accumulation": False,  # step() ends an accumulation, however many micro-batches it had
-            "gradient_clipping": self.max_grad_norm
-            if self.zero_stage
-            else 0.0,  # stage 0 clips in the optimizer, see `engine`
+            "gradient_clipping": self.max_grad_norm if self.zero_stage else 0.0,  # stage 0: see `_Guarded`
             "zero_optimization": {"stage": self.zero_stage, "overlap_comm": False},
             "zero_allow_untested_optimizer": True,
             "steps_per_print": None,
