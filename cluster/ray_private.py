@@ -119,8 +119,9 @@ def reload_environment() -> None:
     from ray import _raylet
     from ray._private import ray_constants
 
-    ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(  # type: ignore[attr-defined]
-        ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, not ray_constants.IS_WINDOWS_OR_OSX
+    constants: Any = ray_constants
+    constants.ENABLE_RAY_CLUSTER = constants.env_bool(
+        constants.ENABLE_RAY_CLUSTERS_ENV_VAR, not constants.IS_WINDOWS_OR_OSX
     )
     core: Any = _raylet  # compiled; its stubs leave these out
     core.Config.initialize("")
