@@ -2,7 +2,7 @@
 
 Steps:
 1. Read a run's recorded conversations and capture their states from its target (kept in --states).
-2. Fit every codec on every other sequence; measure on the rest. Directions of the projected codec come from a trained
+2. Fit every codec on every other sequence; measure on the rest. Components of the projected codec come from a trained
    pilot (--pilot, a published drafter's folder).
 3. Print for features and teacher bytes a token, signal-to-noise by layer, how far acceptance rates move, and speeds;
    then whole caches: bytes by part and the time of a random row; then what capturing and encoding cost on top of the
@@ -36,9 +36,9 @@ from pipelines.stages.pilot_candidates import FeatureJudge
 from pipelines.stages.regenerate import read_conversations
 from pipelines.target_facts import TargetFacts, examine_target
 from pipelines.workers import open_target
-from storage.cache.target_cache import CachePlan, CacheRow, Codecs, TargetCache, create_or_resume, finish, write_unit
+from storage.cache.target_cache import CachePlan, CacheRow, Codecs, TargetCache, create_or_resume, finish, write_shard
 from storage.codecs.base import Codec, TargetParts, TeacherRow
-from storage.codecs.components import reader_directions
+from storage.codecs.components import leading_components
 from storage.codecs.fitting import fit_codec, fit_teacher
 from storage.codecs.measure import measure
 from storage.codecs.registry import CodecSpec
@@ -104,8 +104,8 @@ class Bench:
             finish=TargetTail(self.target),
         )
         sample = [(row.features.float(), True) for row in self.fitting]
-        projection, shares = reader_directions([self.drafter.fc.weight.detach()], sample, 2 * self.hidden)
-        self.directions = {"projection": projection, "shares": shares}
+        projection, shares = leading_components([self.drafter.fc.weight.detach()], sample, 2 * self.hidden)
+        self.components = {"projection": projection, "shares": shares}
         self.long_row = torch.cat([row.features[1:] for row in self.judged])[:ROW].contiguous()
 
     def _conversations(self, count: int) -> list[Conversation]:
@@ -124,7 +124,10 @@ class Bench:
             rows = {row.sample_id: row for row in worker.capture(self.conversations)}
             tensors = {}
             for row in rows.values():
-                tensors[f"features/{row.sample_id}"], tensors[f"last/{row.sample_id}"] = row.features, row.last
+                tensors[f"features/{row.sample_id}"], tensors[f"last/{row.sample_id}"] = (
+                    row.features,
+                    row.last_hidden_state,
+                )
             if path is None:
                 return [teacher_row(rows[c.sample_id]) for c in self.conversations]
             save_file(tensors, path)
@@ -138,14 +141,14 @@ class Bench:
             input_ids=conversation.input_ids,
             spans=conversation.spans,
             features=tensors[f"features/{conversation.sample_id}"],
-            last=tensors[f"last/{conversation.sample_id}"],
+            last_hidden_state=tensors[f"last/{conversation.sample_id}"],
         )
 
     def fit_features(self, name: str, options: dict[str, Any]) -> Codec:
         tensors, settings = None, dict(options)
         if name == "projected":
             settings["directions"] = round(settings.pop("width") * self.hidden)
-            tensors = self.directions
+            tensors = self.components
         return fit_codec(
             CodecSpec(name=name, settings=settings),
             [(row.features, True) for row in self.fitting],
@@ -214,7 +217,7 @@ def teachers(bench: Bench, names: Sequence[str] | None) -> list[dict[str, Any]]:
     megabytes, found = 2 * len(row.positions) * bench.hidden / 1e6, []
     for name, options in chosen(TEACHER, names):
         codec = bench.fit_teacher(name, options)
-        payload = codec.encode_teacher(row.features, row.last, row.positions)
+        payload = codec.encode_teacher(row.features, row.last_hidden_state, row.positions)
         error = codec.measured["acceptance"]
         record = {
             "codec": label(name, options),
@@ -222,7 +225,7 @@ def teachers(bench: Bench, names: Sequence[str] | None) -> list[dict[str, Any]]:
             "times_smaller": 2 * bench.hidden / codec.measured["bytes_per_token"],
             **error,
             "encode_mb_s": megabytes
-            / cpu_seconds(lambda c=codec: c.encode_teacher(row.features, row.last, row.positions), 3),
+            / cpu_seconds(lambda c=codec: c.encode_teacher(row.features, row.last_hidden_state, row.positions), 3),
             "decode_mb_s": megabytes / cpu_seconds(lambda c=codec, p=payload: c.decode_teacher(p, row.positions)),
         }
         found.append(record)
@@ -238,7 +241,7 @@ def chosen(codecs: Sequence[tuple[str, Any]], names: Sequence[str] | None) -> li
 
 def whole_caches(bench: Bench, names: Sequence[str] | None) -> list[dict[str, Any]]:
     """Rows of 512 tokens with a teacher at every token, written as caches and read back in random order."""
-    joined = [torch.cat([getattr(row, part) for row in bench.rows]) for part in ("features", "last")]
+    joined = [torch.cat([getattr(row, part) for row in bench.rows]) for part in ("features", "last_hidden_state")]
     count, found = len(joined[0]) // ROW, []
     rows = [
         CacheRow(
@@ -246,7 +249,7 @@ def whole_caches(bench: Bench, names: Sequence[str] | None) -> list[dict[str, An
             input_ids=[index] * ROW,
             spans=[(1, ROW)],
             features=joined[0][index * ROW : (index + 1) * ROW],
-            last=joined[1][index * ROW : (index + 1) * ROW],
+            last_hidden_state=joined[1][index * ROW : (index + 1) * ROW],
         )
         for index in range(count)
     ]
@@ -263,8 +266,8 @@ def whole_caches(bench: Bench, names: Sequence[str] | None) -> list[dict[str, An
         )
         with tempfile.TemporaryDirectory() as folder:
             create_or_resume(folder, plan, codecs)
-            for unit, (start, stop) in enumerate(plan.units):
-                write_unit(folder, unit, rows[start:stop], codecs)
+            for shard, (start, stop) in enumerate(plan.shards):
+                write_shard(folder, shard, rows[start:stop], codecs)
             finish(folder)
             cache = TargetCache.open(folder)
             order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
@@ -323,7 +326,7 @@ def overhead(bench: Bench) -> dict[str, float]:
         assert codecs.teacher is not None
         for row in rows:
             codecs.features.encode(row.features, first=True)
-            codecs.teacher.encode_teacher(row.features, row.last, row.positions)
+            codecs.teacher.encode_teacher(row.features, row.last_hidden_state, row.positions)
 
     seconds = {f.__name__: cpu_seconds(f, 3) for f in (forward, decoder, capture, encode)}
     found = {f"{name}_us_per_token": 1e6 * value / tokens for name, value in seconds.items()}
@@ -348,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     bench = Bench(load_settings(options.settings), options.states, options.pilot, options.rows)
     torch.set_num_threads(1)
-    tokens = sum(len(row.last) for row in bench.rows)
+    tokens = sum(len(row.last_hidden_state) for row in bench.rows)
     found: dict[str, Any] = {"tokens": tokens, "raw_features": 2 * bench.layers * bench.hidden}
     print(f"{len(bench.rows)} conversations, {tokens} tokens; every other one to fit, the rest to judge; one core\n")
     print(

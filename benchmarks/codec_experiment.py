@@ -25,9 +25,9 @@ from pipelines.training.loader import MicroBatchReader, Rows
 from pipelines.training.model import make_drafter, teacher_normalizers
 from pipelines.training.task import TrainingTask, step_plan
 from pipelines.workers import open_target
-from storage.cache.target_cache import CachePlan, CacheRow, Codecs, TargetCache, create_or_resume, finish, write_unit
+from storage.cache.target_cache import CachePlan, CacheRow, Codecs, TargetCache, create_or_resume, finish, write_shard
 from storage.codecs.base import TargetParts, TeacherRow
-from storage.codecs.components import reader_directions
+from storage.codecs.components import leading_components
 from storage.codecs.fitting import fit_codec, fit_teacher
 from storage.codecs.registry import CodecSpec
 
@@ -36,7 +36,7 @@ FIT_ROWS = 96
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """Codecs of a cache; `width`: coordinates of a projected codec, in hidden sizes."""
+    """Codecs of a cache; `width`: components of a projected codec, in hidden sizes."""
 
     features: str
     teacher: str
@@ -84,15 +84,17 @@ class Experiment:
             input_ids=stored.input_ids,
             spans=stored.spans,
             features=stored.features,
-            last=last,
+            last_hidden_state=last,
             extra=stored.extra,
         )
 
     def teacher_row(self, index: int) -> TeacherRow:
         row, stored = self.row(index), self.exact.row(index)
-        assert isinstance(row.last, torch.Tensor)
+        assert isinstance(row.last_hidden_state, torch.Tensor)
         assert isinstance(row.features, torch.Tensor)
-        return TeacherRow(features=row.features, last=row.last, positions=stored.teacher_positions.numpy())
+        return TeacherRow(
+            features=row.features, last_hidden_state=row.last_hidden_state, positions=stored.teacher_positions.numpy()
+        )
 
     def code(self, name: str, arm: Arm, rows: Sequence[int], tensors: dict[str, torch.Tensor] | None) -> TargetCache:
         """The exact cache's rows as a cache of the arm."""
@@ -111,7 +113,7 @@ class Experiment:
             teacher=teacher,
             inputs={
                 "exact": self.exact.identity,
-                "directions": None if tensors is None else len(tensors["projection"]),
+                "components": None if tensors is None else len(tensors["projection"]),
             },
         )
         codecs = Codecs(
@@ -127,9 +129,9 @@ class Experiment:
             ),
         )
         done, place = create_or_resume(root, plan, codecs), 0
-        for unit, (start, stop) in enumerate(plan.units):
-            if unit not in done:
-                write_unit(root, unit, [self.row(index) for index in rows[start:stop]], codecs)
+        for shard, (start, stop) in enumerate(plan.shards):
+            if shard not in done:
+                write_shard(root, shard, [self.row(index) for index in rows[start:stop]], codecs)
             place = stop
         assert place == len(rows)
         finish(root)
@@ -192,7 +194,7 @@ class Experiment:
                         input_ids=ids,
                         spans=[(len(answer.prompt_ids), len(ids))],
                         features=states.features[0].bfloat16(),
-                        last=states.last[0].bfloat16(),
+                        last_hidden_state=states.last_hidden_state[0].bfloat16(),
                     )
                 )
             plan = CachePlan(
@@ -202,8 +204,8 @@ class Experiment:
                 samples=[(row.sample_id, len(row.input_ids)) for row in rows],
             )
             create_or_resume(root, plan)
-            for unit, (start, stop) in enumerate(plan.units):
-                write_unit(root, unit, rows[start:stop])
+            for shard, (start, stop) in enumerate(plan.shards):
+                write_shard(root, shard, rows[start:stop])
             finish(root)
         return TargetCache.open(root)
 
@@ -302,9 +304,9 @@ class Experiment:
         return found
 
 
-def directions(experiment: Experiment, pilot: Path, rows: Sequence[int], count: int) -> dict[str, torch.Tensor]:
-    """The leading directions of a trained pilot's context projection, and their shares."""
+def components(experiment: Experiment, pilot: Path, rows: Sequence[int], count: int) -> dict[str, torch.Tensor]:
+    """The leading components of a trained pilot's context projection, and their shares."""
     weight = load_drafter(pilot).fc.weight.detach()
     sample = [(experiment.exact.row(index).features.float(), True) for index in rows]
-    projection, shares = reader_directions([weight], sample, count)
+    projection, shares = leading_components([weight], sample, count)
     return {"projection": projection, "shares": shares}

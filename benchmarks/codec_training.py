@@ -2,7 +2,7 @@
 
 Steps:
 1. Take a run's exact cache (bf16 features and teacher) and its held-out prompts.
-2. Train a pilot on a tenth of the rows; its context projection gives the directions that are stored.
+2. Train a pilot on a tenth of the rows; its context projection gives the components that are stored.
 3. Code the cache for every arm, and train the same drafter from each with the arm's teacher in the loss, for each seed:
    same start, same batches, same anchors, plain AdamW with the pipeline's schedule.
 4. Fold each drafter and decode the held-out prompts greedily: mean accepted length of each prompt. Greedy decoding is
@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from codec_experiment import ARMS, Arm, Experiment, directions
+from codec_experiment import ARMS, Arm, Experiment, components
 
 from pipelines.data.conversations import evenly_spaced
 from pipelines.settings import Settings, load_settings
@@ -97,7 +97,7 @@ def main() -> None:
             made_now += 1
             arm, found = arms[name], None
             if arm.width is not None:
-                found = directions(experiment, pilot, tenth, round(arm.width * experiment.facts.hidden_size))
+                found = components(experiment, pilot, tenth, round(arm.width * experiment.facts.hidden_size))
             cache = experiment.code(name, arm, every, found)
             folder = options.work / "drafters" / key
             made = experiment.train(cache, seed, options.steps, folder)

@@ -105,7 +105,7 @@ def make_cache(shape: Shape, root: Path, steps: int) -> None:
         create_or_resume,
         finish,
         fit_codec,
-        write_unit,
+        write_shard,
     )
 
     samples = make_samples(shape, shape.sequences * steps)
@@ -117,7 +117,7 @@ def make_cache(shape: Shape, root: Path, steps: int) -> None:
             input_ids=torch.randint(0, shape.vocabulary, (length,), generator=generator),
             spans=[(prompt, length)],
             features=torch.randn(length, shape.captured, shape.hidden, generator=generator),
-            last=torch.randn(length, shape.hidden, generator=generator),
+            last_hidden_state=torch.randn(length, shape.hidden, generator=generator),
         )
 
     spec = CodecSpec(name=shape.codec)
@@ -134,11 +134,11 @@ def make_cache(shape: Shape, root: Path, steps: int) -> None:
         features=fit_codec(
             spec, [(first.features.flatten(1), True)], width=shape.captured * shape.hidden, layers=shape.captured
         ),
-        teacher=fit_codec(spec, [(first.last, True)], width=shape.hidden),
+        teacher=fit_codec(spec, [(first.last_hidden_state, True)], width=shape.hidden),
     )
     create_or_resume(root, plan, lambda: codecs)
-    for unit, (start, stop) in enumerate(plan.units):
-        write_unit(root, unit, [row(*sample) for sample in samples[start:stop]])
+    for shard, (start, stop) in enumerate(plan.shards):
+        write_shard(root, shard, [row(*sample) for sample in samples[start:stop]])
     finish(root)
 
 

@@ -43,23 +43,23 @@ def parts_of(cache: TargetCache, model: str, teacher: CodecSpec) -> TargetParts:
     return target_parts(target, teacher.name)
 
 
-def directions_of(cache: TargetCache, run: str, features: CodecSpec) -> tuple[CodecSpec, dict[str, torch.Tensor]]:
-    """The codec with its number of directions, and the directions that the run's pilot found.
+def components_of(cache: TargetCache, run: str, features: CodecSpec) -> tuple[CodecSpec, dict[str, torch.Tensor]]:
+    """The codec with its number of components, and the components that the run's pilot found.
 
     Raises UserError where there is no pilot, or it looked at other features.
     """
     from pipelines.settings.schema import CacheSettings
-    from pipelines.stages.capture import DIRECTIONS, read_directions
+    from pipelines.stages.capture import COMPONENTS, read_components
 
     pilot = Folder(run).location("pilot")
-    if not Folder(pilot).exists(DIRECTIONS):
-        raise UserError(f"--pilot {run}: there is no {pilot}/{DIRECTIONS}; run `dspark pilot CONFIG` first")
-    directions, fields = read_directions(pilot), cache.manifest["fields"]
+    if not Folder(pilot).exists(COMPONENTS):
+        raise UserError(f"--pilot {run}: there is no {pilot}/{COMPONENTS}; run `dspark pilot CONFIG` first")
+    components, fields = read_components(pilot), cache.manifest["fields"]
     width = fields["num_layers"] * fields["hidden_size"]
-    if directions["projection"].shape[1] != width:
+    if components["projection"].shape[1] != width:
         raise UserError(
-            f"--pilot {run}: it looked at {directions['projection'].shape[1]} features, {cache.folder} keeps {width}"
+            f"--pilot {run}: it looked at {components['projection'].shape[1]} features, {cache.folder} keeps {width}"
         )
     count = round(CacheSettings().components * fields["hidden_size"])
-    settings = {"directions": min(count, len(directions["projection"])), **features.settings}
-    return CodecSpec(name=features.name, settings=settings), directions
+    settings = {"directions": min(count, len(components["projection"])), **features.settings}
+    return CodecSpec(name=features.name, settings=settings), components

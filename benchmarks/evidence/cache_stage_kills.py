@@ -7,7 +7,7 @@
    moments drawn uniformly over the time that what is left of the build should take, by the undisturbed one, or one of
    the workers, drawn in the same way over their part of that time, in turn. A worker's death leaves the driver at work,
    and the next kill follows; the driver's is followed by a new start at once, whatever still runs below it. After ten
-   kills, or at every other one once all units are committed, a build is left alone, started again if need be.
+   kills, or at every other one once all shards are committed, a build is left alone, started again if need be.
 3. A reader opens the cache all the while and compares each row, once it sees it, with the undisturbed one by its
    verified checksum. The finished folder must equal the undisturbed one in every file, and verify.
 """
@@ -113,8 +113,8 @@ def _workers(driver: psutil.Process) -> list[psutil.Process]:
     return sorted(found, key=lambda child: child.pid)
 
 
-def units(root: Path) -> tuple[int, int]:
-    """How many units are committed, and of how many; none of one before there is a manifest."""
+def shards(root: Path) -> tuple[int, int]:
+    """How many shards are committed, and of how many; none of one before there is a manifest."""
     if not (root / "manifest.json").exists():
         return 0, 1
     return len(list((root / "commits").glob("unit-*.json"))), json.loads((root / "manifest.json").read_text())["units"]
@@ -122,19 +122,19 @@ def units(root: Path) -> tuple[int, int]:
 
 def progress(root: Path) -> str:
     """How far a build had come."""
-    committed, planned = units(root)
+    committed, planned = shards(root)
     if not (root / "manifest.json").exists():
         return "before the manifest"
     if is_finished(root):
         return "after the finish"
     if not committed:
         return "none"
-    return "all units committed" if committed == planned else f"some of {planned} units committed"
+    return "all shards committed" if committed == planned else f"some of {planned} shards committed"
 
 
 def units_left(root: Path) -> float:
-    """The share of the units that are not committed."""
-    committed, planned = units(root)
+    """The share of the shards that are not committed."""
+    committed, planned = shards(root)
     return 1 - committed / planned
 
 
@@ -183,7 +183,7 @@ def sweep(folder: Path, wanted: int, seed: int, limit: float) -> dict[str, Any]:
         for number in range(KILLS_A_BUILD):
             if is_finished(run / "cache") or (number and not units_left(run / "cache") and random.random() < 0.5):
                 break
-            if process.poll() is not None:  # it gave up: too many deaths met one unit
+            if process.poll() is not None:  # it gave up: too many deaths met one shard
                 totals["starts_that_gave_up"] += process.returncode != 0
                 process, starting = start(config, run, "cache"), True
             victim = ("driver", "worker")[(totals["builds"] + number) % 2]

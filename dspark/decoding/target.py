@@ -40,7 +40,7 @@ class Captured:
     """What one forward pass of the target leaves behind."""
 
     features: Tensor  # [B, S, m*d], outputs of the captured layers in id order
-    last: Tensor  # [B, S, d], after the final norm
+    last_hidden_state: Tensor  # [B, S, d], after the final norm
     logits: Tensor | None  # [B, S, V]
 
 

@@ -234,7 +234,7 @@ def _head(target: Any, _texts: list[Tensor], plain: list[Any]) -> Pairs:
 def _captured(target: Any, texts: list[Tensor], plain: list[Any]) -> Pairs:
     for text, own in zip(texts, plain, strict=True):
         captured = target.capture(text[None])
-        yield captured.last[0], own[0]
+        yield captured.last_hidden_state[0], own[0]
         yield captured.features[0, :, : own[1].shape[1]], own[1]
 
 
@@ -243,7 +243,7 @@ def _batched(target: Any, texts: list[Tensor], plain: list[Any]) -> Pairs:
     mask = nn.utils.rnn.pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
     captured = target.capture(rows, mask)
     for index, (text, own) in enumerate(zip(texts, plain, strict=True)):
-        yield captured.last[index, : len(text)], own[0]
+        yield captured.last_hidden_state[index, : len(text)], own[0]
 
 
 def _decoded(target: Any, texts: list[Tensor], plain: list[Any]) -> Pairs:

@@ -52,8 +52,8 @@ class TargetTail:
             again = self(captured.features[0, :, place : place + target.hidden_size])
         except (TypeError, AttributeError, RuntimeError, IndexError, KeyError) as error:
             raise TargetError(f"{target.name}: its upper layers do not run alone ({error}); {_CURE}") from error
-        difference = (again.float() - captured.last[0].float()).abs().max().item()
-        bound = 2e-2 * captured.last.float().abs().max().item()
+        difference = (again.float() - captured.last_hidden_state[0].float()).abs().max().item()
+        bound = 2e-2 * captured.last_hidden_state.float().abs().max().item()
         if not difference <= bound:
             raise TargetError(
                 f"{target.name}: last states from layer {self.first_layer - 1} on differ from the target's own by "

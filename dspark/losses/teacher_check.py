@@ -77,7 +77,7 @@ def with_own_teacher(batch: MicroBatch, target: Target) -> MicroBatch:
     """The batch with what the target itself thinks at the anchors, for slot 0 of each block alone."""
     bounds = batch.sequence_starts.tolist()
     ids = batch.input_ids.to(target.device)
-    last = torch.cat([target.capture(ids[start:end][None]).last[0] for start, end in pairwise(bounds)])
+    last = torch.cat([target.capture(ids[start:end][None]).last_hidden_state[0] for start, end in pairwise(bounds)])
     blocks = torch.arange(batch.num_blocks, device=batch.input_ids.device)
     loss_mask = batch.loss_mask.clone()
     loss_mask[:, 2:] = False  # slot 1's label is the token after slot 0's

@@ -20,9 +20,7 @@ NewArgument = Annotated[str, typer.Argument(metavar="NEW", help="Folder or URL o
 CODEC_HELP = "a codec's name, and settings of it: `int8`, `transform:step=0.5,level=3`"
 FeaturesOption = Annotated[str, typer.Option("--features", metavar="CODEC", help=f"Captured states: {CODEC_HELP}.")]
 TeacherOption = Annotated[str, typer.Option("--teacher", metavar="CODEC", help=f"Last states: {CODEC_HELP}.")]
-UnitOption = Annotated[
-    int | None, typer.Option("--unit-tokens", min=1, help="Tokens in a work unit, which is a shard.")
-]
+ShardOption = Annotated[int | None, typer.Option("--tokens-per-shard", min=1, help="Tokens in a shard.")]
 MaxBytesOption = Annotated[int | None, typer.Option("--max-bytes", min=1, help="The shards may not grow beyond it.")]
 WorkersOption = Annotated[int, typer.Option("--workers", min=0, help="Processes that read and encode; 0: none beside.")]
 
@@ -131,23 +129,23 @@ def recode(
             "--pilot", metavar="RUN", help="A run with a pilot (`dspark pilot CONFIG`), for projected features."
         ),
     ] = "",
-    unit_tokens: UnitOption = None,
+    tokens_per_shard: ShardOption = None,
     max_bytes: MaxBytesOption = None,
     workers: WorkersOption = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Write a cache again with other codecs; what no codec is given for is copied bit by bit. Resumes."""
-    from pipelines.recoding import directions_of, parts_of
+    from pipelines.recoding import components_of, parts_of
     from storage.cache.rewrite import recode as recode_cache
     from storage.cache.target_cache import TargetCache
 
     features_codec, teacher_codec = _codec(features), _codec(teacher)
     cache = TargetCache.open(cache_in(path))
     parts = parts_of(cache, target, teacher_codec) if target and teacher_codec else None
-    directions = None
+    components = None
     if pilot and features_codec:
-        features_codec, directions = directions_of(cache, pilot, features_codec)
-    with _progress(f"recoding {path}", as_json) as on_unit:
+        features_codec, components = components_of(cache, pilot, features_codec)
+    with _progress(f"recoding {path}", as_json) as on_shard:
         recode_cache(
             cache_in(path),
             new,
@@ -155,11 +153,11 @@ def recode(
             teacher=teacher_codec,
             codecs_of=cache_in(codecs_of) if codecs_of else None,
             target=parts,
-            directions=directions,
-            unit_tokens=unit_tokens,
+            components=components,
+            tokens_per_shard=tokens_per_shard,
             max_bytes=max_bytes,
             workers=0 if parts else workers,
-            on_unit=on_unit,
+            on_shard=on_shard,
         )
     _print_made(new, as_json)
 
@@ -170,7 +168,7 @@ def merge(
     number_ids: Annotated[
         bool, typer.Option("--number-ids", help="Put the number of its cache before each sample id: `0/ID`.")
     ] = False,
-    unit_tokens: UnitOption = None,
+    tokens_per_shard: ShardOption = None,
     max_bytes: MaxBytesOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -180,9 +178,16 @@ def merge(
     *sources, new = paths
     if len(sources) < 2:
         raise UserError("two caches at least and the new one's folder are needed: dspark cache merge PATH PATH NEW")
-    with _progress("merging", as_json) as on_unit:
+    with _progress("merging", as_json) as on_shard:
         sources = [cache_in(source) for source in sources]
-        merge_caches(sources, new, number_ids=number_ids, unit_tokens=unit_tokens, max_bytes=max_bytes, on_unit=on_unit)
+        merge_caches(
+            sources,
+            new,
+            number_ids=number_ids,
+            tokens_per_shard=tokens_per_shard,
+            max_bytes=max_bytes,
+            on_shard=on_shard,
+        )
     _print_made(new, as_json)
 
 
@@ -198,17 +203,17 @@ def import_deepspec(
     contract: Annotated[
         str, typer.Option("--contract", metavar="JSON", help="What the reference does not record, or a file of it.")
     ] = "",
-    unit_tokens: UnitOption = None,
+    tokens_per_shard: ShardOption = None,
     max_bytes: MaxBytesOption = None,
     workers: WorkersOption = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Import a binary cache of the reference implementation: bit-exact, or coded on the way. Resumes."""
     from storage.cache.deepspec_import import import_deepspec as import_cache
-    from storage.cache.plan import DEFAULT_UNIT_TOKENS
+    from storage.cache.plan import DEFAULT_TOKENS_PER_SHARD
 
     features_codec, teacher_codec = _codec(features), _codec(teacher)
-    with _progress(f"importing {source}", as_json) as on_unit:
+    with _progress(f"importing {source}", as_json) as on_shard:
         import_cache(
             source,
             new,
@@ -216,10 +221,10 @@ def import_deepspec(
             features=features_codec,
             teacher=teacher_codec,
             teacher_scope="all" if all_positions else "supervised",
-            unit_tokens=unit_tokens or DEFAULT_UNIT_TOKENS,
+            tokens_per_shard=tokens_per_shard or DEFAULT_TOKENS_PER_SHARD,
             max_bytes=max_bytes,
             workers=workers,
-            on_unit=on_unit,
+            on_shard=on_shard,
         )
     _print_made(new, as_json)
 
@@ -233,7 +238,7 @@ def cache_in(path: str) -> str:
 
 @contextmanager
 def _progress(what: str, quiet: bool) -> Iterator[Callable[[Any], None]]:
-    """A line of progress, told of each unit's commit record.
+    """A line of progress, with each shard's commit record.
 
     Raises UserError for what the system refuses (a folder that cannot be made or written, a full disk).
     """

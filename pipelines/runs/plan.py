@@ -27,7 +27,7 @@ from pipelines.errors import UserError
 from pipelines.progress import Reporter, byte_size, duration
 from pipelines.runs.run import Run
 from pipelines.settings import Settings
-from pipelines.stages.build_cache import count_directions
+from pipelines.stages.build_cache import count_components
 from pipelines.stages.capture import target_parts, teacher_row
 from pipelines.stages.regenerate import read_conversations, read_splits
 from pipelines.stages.train import count_steps
@@ -35,7 +35,7 @@ from pipelines.target_facts import examine_target
 from pipelines.workers import open_target
 from storage.cache import target_cache as caches
 from storage.cache.target_cache import CacheRow
-from storage.codecs.components import reader_directions
+from storage.codecs.components import leading_components
 from storage.codecs.fitting import SampleCodecs
 from storage.codecs.registry import HIDDEN_STATES, TEACHER, CodecSpec, codec_names
 from storage.files.filesystems import Folder
@@ -173,7 +173,10 @@ def _capture(
         for answer in answers:
             started = time.perf_counter()
             captured = target.capture(torch.tensor([answer.ids], device=target.device), None)
-            features, last = captured.features[0].to("cpu", torch.bfloat16), captured.last[0].to("cpu", torch.bfloat16)
+            features, last = (
+                captured.features[0].to("cpu", torch.bfloat16),
+                captured.last_hidden_state[0].to("cpu", torch.bfloat16),
+            )
             seconds += time.perf_counter() - started
             rows.append(
                 CacheRow(
@@ -181,7 +184,7 @@ def _capture(
                     input_ids=answer.ids,
                     spans=answer.spans,
                     features=features,
-                    last=last,
+                    last_hidden_state=last,
                     extra=answer.extra,
                 )
             )
@@ -196,8 +199,8 @@ def sample_codecs(settings: Settings, facts: TargetFacts, target: Target, rows: 
     and their number and step decide the size.
     """
     taken = [teacher_row(row) for row in rows]
-    count = settings.cache.hidden_states_options.get("directions") or count_directions(facts, settings.cache.components)
-    projection, shares = reader_directions([], [(row.features, True) for row in taken], count)
+    count = settings.cache.hidden_states_options.get("directions") or count_components(facts, settings.cache.components)
+    projection, shares = leading_components([], [(row.features, True) for row in taken], count)
     return SampleCodecs(
         taken,
         layers=len(facts.target_layer_ids),
@@ -246,8 +249,8 @@ def _write_sample(settings: Settings, sample: SampleCodecs, rows: Sequence[Cache
     codecs = caches.Codecs(features=sample.fit("features", plan.features), teacher=sample.fit("teacher", plan.teacher))
     with tempfile.TemporaryDirectory() as folder:
         caches.create_or_resume(folder, plan, codecs)
-        for unit, (start, stop) in enumerate(plan.units):
-            caches.write_unit(folder, unit, rows[start:stop], codecs)
+        for shard, (start, stop) in enumerate(plan.shards):
+            caches.write_shard(folder, shard, rows[start:stop], codecs)
         caches.finish(folder)
         parts = caches.TargetCache.open(folder).info()["bytes_per_token"]
     return {"bytes_per_token": parts["all"], "parts": {name: size for name, size in parts.items() if name != "all"}}
@@ -271,7 +274,7 @@ def plan_text(plan: dict[str, Any]) -> str:
     chosen, size = plan["configured"], plan["cache_bytes"]
     parts = ", ".join(f"{name} {count:,.1f}" for name, count in chosen["parts"].items())
     lines += [
-        "error: how far acceptance rates move at most, on average; which coordinates are projected, a pilot chooses",
+        "error: how far acceptance rates move at most, on average; which components are projected, a pilot chooses",
         "",
         f"reference's raw layout: {raw:,} B/token, {byte_size(plan['raw_bytes'])} in all",
         f"this run ({chosen['features']} features, {chosen['teacher']} teacher): {chosen['bytes_per_token']:,.1f} "

@@ -1,9 +1,9 @@
 """Run the target over the conversations and keep what it thinks, compressed, in the target cache.
 
-1. Cut conversations to the length limit, order them, and plan the cache: rows, work units, codecs (the pilot's choice
+1. Cut conversations to the length limit, order them, and plan the cache: rows, shards, codecs (the pilot's choice
    where they are automatic), contract.
 2. If a codec has statistics to fit, one worker captures a sample of rows and fits it; then the cache is created.
-3. Ray workers capture unit after unit, in batches of like length, and write each as one committed shard.
+3. Ray workers capture shard after shard, in batches of like length, and write each as one committed shard.
    The worker then audits some of its rows: it runs the target again, alone, over what a reader gets, and compares the
    teacher's distribution.
 4. Audit what an interrupted build left unaudited.
@@ -22,7 +22,7 @@ from pipelines.data.conversations import evenly_spaced
 from pipelines.errors import UserError
 from pipelines.plugins import plugin_identity
 from pipelines.settings import Settings
-from pipelines.stages.capture import CaptureUnit, CaptureWorker, Conversation, FitUnit
+from pipelines.stages.capture import CaptureItem, CaptureWorker, Conversation, FitItem
 from pipelines.stages.regenerate import read_conversations
 from pipelines.target_facts import TargetFacts, examine_target
 from pipelines.workers import on_pool, session
@@ -101,7 +101,7 @@ def choose_codecs(settings: Settings, facts: TargetFacts, run: Run) -> dict[str,
             chosen[part] = CodecSpec(**run.result("pilot")["chosen"][part])
         elif name == "projected":
             chosen[part] = CodecSpec(
-                name=name, settings={"directions": count_directions(facts, wanted.components), **options}
+                name=name, settings={"directions": count_components(facts, wanted.components), **options}
             )
         else:
             chosen[part] = CodecSpec(name=name, settings=options)
@@ -109,7 +109,7 @@ def choose_codecs(settings: Settings, facts: TargetFacts, run: Run) -> dict[str,
 
 
 def take_out_damage(run: Run, reporter: Reporter) -> None:
-    """Check every byte of the run's cache and take out the units that are damaged, for the stage to build again.
+    """Check every byte of the run's cache and take out the shards that are damaged, for the stage to build again.
 
     Where something is damaged that every row depends on, the whole cache goes to `damaged/`. Raises UserError if there
     is no cache of these settings.
@@ -135,8 +135,8 @@ def take_out_damage(run: Run, reporter: Reporter) -> None:
             run.reopen("cache")
 
 
-def count_directions(facts: TargetFacts, hidden_sizes: float) -> int:
-    """Coordinates that a projected codec keeps; at most as many as there are captured channels."""
+def count_components(facts: TargetFacts, hidden_sizes: float) -> int:
+    """Components that a projected codec keeps; at most as many as there are captured channels."""
     return min(max(1, round(hidden_sizes * facts.hidden_size)), facts.hidden_size * len(facts.target_layer_ids))
 
 
@@ -159,25 +159,25 @@ def build(
     audited: dict[str, float] = {}
     committed = _create(settings, make_worker, plan, rows, root, pilot)
     todo = []
-    for number, (start, stop) in enumerate(plan.units):
+    for number, (start, stop) in enumerate(plan.shards):
         if number not in committed:
-            todo.append(CaptureUnit(number=number, rows=tuple(rows[start:stop]), audit=frozenset(chosen)))
-    done = plan.tokens - sum(unit.tokens for unit in todo)
+            todo.append(CaptureItem(number=number, rows=tuple(rows[start:stop]), audit=frozenset(chosen)))
+    done = plan.tokens - sum(item.tokens for item in todo)
     with reporter.task("capturing states", plan.tokens, "tokens", done) as task:
 
-        def finished(unit: CaptureUnit, result: dict[str, Any]) -> None:
+        def finished(item: CaptureItem, result: dict[str, Any]) -> None:
             audited.update(result["audit"])
-            if unit.rows:
-                task.advance(unit.tokens, bytes_per_token=result["bytes_per_token"])
+            if item.rows:
+                task.advance(item.tokens, bytes_per_token=result["bytes_per_token"])
 
-        def run_pool(units: Sequence[CaptureUnit], workers: int) -> None:
-            on_pool(settings, make_worker, units, workers=workers, on_result=finished, item_name=str)
+        def run_pool(items: Sequence[CaptureItem], workers: int) -> None:
+            on_pool(settings, make_worker, items, workers=workers, on_result=finished, item_name=str)
 
         if todo:
             run_pool(todo, settings.cache.num_workers)
         left = chosen - set(audited)
         if left:
-            run_pool([CaptureUnit(number=None, rows=(), audit=frozenset(left))], 1)
+            run_pool([CaptureItem(number=None, rows=(), audit=frozenset(left))], 1)
     assert plan.teacher is not None
     audit = _judge(audited, plan.teacher.name)
     finish(root, notes={"audit": audit})
@@ -230,7 +230,7 @@ def plan_cache(
         samples=[(row.sample_id, len(row.input_ids)) for row in rows],
         features=codecs["features"],
         teacher=codecs["teacher"],
-        unit_tokens=settings.cache.tokens_per_shard,
+        tokens_per_shard=settings.cache.tokens_per_shard,
         inputs={**inputs, "dtype": settings.target.dtype},
         spans=[row.spans for row in rows],
         skipped={reason: ids for reason, ids in skipped.items() if ids},
@@ -243,20 +243,20 @@ def plan_cache(
 def _create(
     settings: Settings, make_worker: Any, plan: CachePlan, rows: list[Conversation], root: str, pilot: str | None
 ) -> set[int]:
-    """Create the cache, its codecs fitted by a worker if they have statistics; the units already committed."""
+    """Create the cache, its codecs fitted by a worker if they have statistics; the shards already committed."""
     assert plan.teacher is not None
     fitted = not all(codec_class(spec.name).exact for spec in (plan.features, plan.teacher))
     if fitted and not Folder(root).exists("manifest.json"):
         tokens = max(MIN_FIT_TOKENS, FIT_TOKENS_A_CHANNEL * plan.num_layers * plan.hidden_size)
         sample = evenly_spaced(rows, max(8, tokens * len(rows) // plan.tokens))
-        unit = FitUnit(rows=tuple(sample), plan=plan, directions=pilot, temperature=settings.cache.temperature)
+        item = FitItem(rows=tuple(sample), plan=plan, components=pilot, temperature=settings.cache.temperature)
         on_pool(
             settings,
             make_worker,
-            [unit],
+            [item],
             workers=1,
-            on_result=lambda unit, result: None,
-            item_name=lambda unit: "fit of the codecs",
+            on_result=lambda item, result: None,
+            item_name=lambda item: "fit of the codecs",
         )
     return create_or_resume(root, plan)
 

@@ -1,7 +1,7 @@
-"""What a worker of the cache's build does: run the target over a unit of rows, encode, write, and audit.
+"""What a worker of the cache's build does: run the target over the rows of a work item, encode, write, and audit.
 
 The next forward pass goes on while rows of the one before are encoded and written: one thread runs the target, others
-encode, and the calling thread writes. Memory is bounded by a window of rows, whatever the unit's size.
+encode, and the calling thread writes. Memory is bounded by a window of rows, whatever the shard's size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from storage.cache.target_cache import (
     encode_row,
     fit_codec,
     load_codecs,
-    write_unit,
+    write_shard,
 )
 from storage.codecs.base import TargetParts, TeacherRow
 from storage.codecs.fitting import fit_teacher
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from dspark.decoding.target import Target
 
-DIRECTIONS = "directions.safetensors"
+COMPONENTS = "components.safetensors"
 
 WINDOW_BATCHES = 4  # budgets of consecutive rows that batches of like length are made from
 
@@ -53,7 +53,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptureUnit:
+class CaptureItem:
     """A shard to write (or none, to audit only), and the sample ids whose stored rows are audited if they are there."""
 
     number: int | None
@@ -69,36 +69,36 @@ class CaptureUnit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitUnit:
+class FitItem:
     """Rows whose states the codecs are fitted on, for the cache that the plan describes.
 
-    `directions`: where the pilot left what a projected codec keeps; `temperature`: of the errors that are measured.
+    `components`: where the pilot left what a projected codec keeps; `temperature`: of the errors that are measured.
     """
 
     rows: tuple[Conversation, ...]
     plan: CachePlan
-    directions: str | None = None
+    components: str | None = None
     temperature: float = 1.0
 
 
 class CaptureWorker:
-    """Holds the target; captures, encodes and writes one unit after the other."""
+    """Holds the target; captures, encodes and writes one item after the other."""
 
     def __init__(self, settings: Settings, facts: TargetFacts, root: str) -> None:
         self.settings, self.root = settings, root
         self.target = open_target(settings, facts)
         self._codecs: Codecs | None = None
 
-    def run(self, unit: CaptureUnit | FitUnit) -> dict[str, Any]:
-        if isinstance(unit, FitUnit):
-            create_or_resume(self.root, unit.plan, lambda: self._fit(unit))
+    def run(self, item: CaptureItem | FitItem) -> dict[str, Any]:
+        if isinstance(item, FitItem):
+            create_or_resume(self.root, item.plan, lambda: self._fit(item))
             return {}
         record = {"context_bytes": 0, "teacher_bytes": 0}
-        if unit.number is not None:
+        if item.number is not None:
             limit = self.settings.cache.max_bytes
-            record = write_unit(self.root, unit.number, self._encoded(unit.rows), max_bytes=limit)
+            record = write_shard(self.root, item.number, self._encoded(item.rows), max_bytes=limit)
         size = record["context_bytes"] + record["teacher_bytes"]
-        return {"bytes_per_token": size / max(unit.tokens, 1), "audit": self._audit(unit)}
+        return {"bytes_per_token": size / max(item.tokens, 1), "audit": self._audit(item)}
 
     @property
     def codecs(self) -> Codecs:
@@ -154,7 +154,7 @@ class CaptureWorker:
                 input_ids=row.input_ids,
                 spans=row.spans,
                 features=_own(states.features[index, : len(row.input_ids)]),
-                last=_own(states.last[index, : len(row.input_ids)]),
+                last_hidden_state=_own(states.last_hidden_state[index, : len(row.input_ids)]),
                 extra=row.extra,
             )
             for index, row in enumerate(batch)
@@ -165,12 +165,12 @@ class CaptureWorker:
         found = {row.sample_id: row for batch in _batches(rows, self._budget) for row in self._forward(batch)}
         return [found[row.sample_id] for row in rows]
 
-    def _fit(self, unit: FitUnit) -> Codecs:
-        plan, rows = unit.plan, self.capture(unit.rows)
+    def _fit(self, item: FitItem) -> Codecs:
+        plan, rows = item.plan, self.capture(item.rows)
         tensors = None
         if plan.features.name == "projected":
-            assert unit.directions is not None
-            tensors = read_directions(unit.directions)
+            assert item.components is not None
+            tensors = read_components(item.components)
         teacher = plan.teacher
         assert teacher is not None
         return Codecs(
@@ -186,15 +186,15 @@ class CaptureWorker:
                 [teacher_row(row) for row in rows],
                 width=plan.hidden_size,
                 target=self.parts_for(teacher.name),
-                temperature=unit.temperature,
+                temperature=item.temperature,
             ),
         )
 
-    def _audit(self, unit: CaptureUnit) -> dict[str, float]:
+    def _audit(self, item: CaptureItem) -> dict[str, float]:
         """Mean total variation, by sample id, between the stored teacher and the target run over the row alone."""
         import torch
 
-        wanted = unit.audit if unit.number is None else unit.audit & {row.sample_id for row in unit.rows}
+        wanted = item.audit if item.number is None else item.audit & {row.sample_id for row in item.rows}
         if not wanted:
             return {}
         cache = TargetCache.open(self.root, partial=True)
@@ -203,7 +203,7 @@ class CaptureWorker:
             if sample_id not in wanted:
                 continue
             row = cache.row(index, device=self.target.device, dtype=torch.float32)
-            exact = self.target.capture(row.input_ids.long()[None]).last[0, row.teacher_positions]
+            exact = self.target.capture(row.input_ids.long()[None]).last_hidden_state[0, row.teacher_positions]
             assert row.teacher is not None
             assert self.codecs.teacher is not None
             parts = self.codecs.teacher.target
@@ -229,16 +229,20 @@ def teacher_row(row: CacheRow) -> TeacherRow:
     from storage.cache.records import teacher_positions
     from storage.codecs.base import as_tensor
 
-    assert row.last is not None
+    assert row.last_hidden_state is not None
     positions = teacher_positions(row.spans, len(row.input_ids))
-    return TeacherRow(features=as_tensor(row.features).cpu(), last=as_tensor(row.last).cpu(), positions=positions)
+    return TeacherRow(
+        features=as_tensor(row.features).cpu(),
+        last_hidden_state=as_tensor(row.last_hidden_state).cpu(),
+        positions=positions,
+    )
 
 
-def read_directions(folder: str) -> dict[str, torch.Tensor]:
-    """What a pilot's drafters look at, strongest first: `projection` [K, W] and the `shares` [K] of each direction."""
+def read_components(folder: str) -> dict[str, torch.Tensor]:
+    """What a pilot's drafters look at, strongest first: `projection` [K, W] and the `shares` [K] of each component."""
     from safetensors.torch import load
 
-    return load(Folder(folder).read(DIRECTIONS))
+    return load(Folder(folder).read(COMPONENTS))
 
 
 def _own(states: torch.Tensor) -> torch.Tensor:

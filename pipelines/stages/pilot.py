@@ -2,11 +2,11 @@
 
 1. Take a share of the conversations, spread evenly, and cache their states exactly.
 2. Train a pilot drafter of each algorithm on them; a drafter sees the states only through its context projection.
-3. A worker turns the pilots' projections into directions, strongest first, for a projected cache to keep.
+3. A worker turns the pilots' projections into components, strongest first, for a projected cache to keep.
 4. Where a codec is automatic, it also codes conversations that no pilot has seen with every candidate, measures how far
    acceptance rates move, and takes the smallest codec within `cache.acceptance_bound`.
 
-`pilot/` holds the exact `cache/`, a folder an algorithm, `directions.safetensors` and `findings.json`.
+`pilot/` holds the exact `cache/`, a folder an algorithm, `components.safetensors` and `findings.json`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pipelines.data.conversations import evenly_spaced
 from pipelines.drafter_folder import remade
 from pipelines.errors import UserError
 from pipelines.settings import Settings, settings_from_dict
-from pipelines.stages.build_cache import build, count_directions, plan_cache
-from pipelines.stages.capture import DIRECTIONS, CaptureWorker, Conversation
+from pipelines.stages.build_cache import build, count_components, plan_cache
+from pipelines.stages.capture import COMPONENTS, CaptureWorker, Conversation
 from pipelines.stages.train import count_steps, drafter_fields, require_shared_folder, train_on
 from pipelines.target_facts import examine_target
 from pipelines.training.task import drafter_config
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 FINDINGS = "findings.json"
 EXACT = {part: CodecSpec(name="bf16") for part in ("features", "teacher")}
 JUDGED_TOKENS = 8192  # tokens that the candidates are judged on
-KEPT_DIRECTIONS = 3.0  # hidden sizes
-MIN_DIRECTION_TOKENS, TOKENS_A_CHANNEL = 16_384, 8  # that the directions' statistics come from, where there are as many
+KEPT_COMPONENTS = 3.0  # hidden sizes
+MIN_COMPONENT_TOKENS, TOKENS_A_CHANNEL = 16_384, 8  # that the components' statistics come from, where there are as many
 
 
 def pilot_settings(settings: Settings, algorithm: str, conversations: tuple[int, int] | None = None) -> Settings:
@@ -137,10 +137,10 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
         on_pool(
             settings,
             partial(PilotWorker, settings, facts, root),
-            [FindUnit(judged=tuple(judged), sample=tuple(sample))],
+            [FindItem(judged=tuple(judged), sample=tuple(sample))],
             workers=1,
-            on_result=lambda unit, result: found.update(result),
-            item_name=lambda unit: "directions and candidates",
+            on_result=lambda item, result: found.update(result),
+            item_name=lambda item: "components and candidates",
         )
     Folder(root).write(FINDINGS, json.dumps(found, indent=1).encode())
     return {
@@ -170,7 +170,7 @@ def pilot_sample(settings: Settings, rows: Sequence[Conversation]) -> list[Conve
 
 
 @dataclass(frozen=True, kw_only=True)
-class FindUnit:
+class FindItem:
     """Conversations to judge candidates on, and those that the pilots were trained on."""
 
     judged: tuple[Conversation, ...]
@@ -193,15 +193,15 @@ class _CachedRows(Sequence[tuple["torch.Tensor", bool]]):
 class PilotWorker(CaptureWorker):
     """Holds the target; `root` is the pilot's folder."""
 
-    def run(self, unit: Any) -> dict[str, Any]:
+    def run(self, item: Any) -> dict[str, Any]:
         from pipelines.stages.pilot_candidates import choose
 
         drafters = self._drafters()
         if drafters:
-            self._write_directions(unit, drafters)
+            self._write_components(item, drafters)
         wanted = self.settings.cache
         parts = wanted.automatic_codecs
-        return choose(self, unit.judged, drafters, parts) if parts else {}
+        return choose(self, item.judged, drafters, parts) if parts else {}
 
     def _drafters(self) -> dict[str, Any]:
         from dspark.models.checkpoint import load_drafter
@@ -218,20 +218,20 @@ class PilotWorker(CaptureWorker):
             for algorithm in algorithms_of(self.settings)
         }
 
-    def _write_directions(self, unit: FindUnit, drafters: dict[str, Any]) -> None:
+    def _write_components(self, item: FindItem, drafters: dict[str, Any]) -> None:
         from safetensors.torch import save
 
-        from storage.codecs.components import reader_directions
+        from storage.codecs.components import leading_components
 
         cache = TargetCache.open(f"{self.root}/cache")
         width = self.target.hidden_size * len(self.target.layer_ids)
-        tokens = sum(len(row.input_ids) for row in unit.sample)
-        step = max(1, tokens // max(MIN_DIRECTION_TOKENS, TOKENS_A_CHANNEL * width))
+        tokens = sum(len(row.input_ids) for row in item.sample)
+        step = max(1, tokens // max(MIN_COMPONENT_TOKENS, TOKENS_A_CHANNEL * width))
         sample = _CachedRows(cache, range(0, len(cache), step))
         # More than the cache asks for: another number then needs no other pilot.
-        kept = max(KEPT_DIRECTIONS, self.settings.cache.components)
-        count = count_directions(examine_target(self.settings), kept)
-        projection, shares = reader_directions(
+        kept = max(KEPT_COMPONENTS, self.settings.cache.components)
+        count = count_components(examine_target(self.settings), kept)
+        projection, shares = leading_components(
             [drafter.fc.weight for drafter in drafters.values()], sample, count, prior=self.settings.pilot.prior
         )
-        Folder(self.root).write(DIRECTIONS, save({"projection": projection, "shares": shares}))
+        Folder(self.root).write(COMPONENTS, save({"projection": projection, "shares": shares}))

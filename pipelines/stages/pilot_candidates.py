@@ -14,7 +14,7 @@ from dspark.losses.fused_loss import fused_loss, output_head_of
 from dspark.losses.losses import LossConfig
 from dspark.losses.micro_batch import MicroBatch, make_micro_batch
 from dspark.losses.output_head import log_normalizers
-from pipelines.stages.capture import read_directions, teacher_row
+from pipelines.stages.capture import read_components, teacher_row
 from storage.cache.shards import StoredRow
 from storage.codecs.base import Codec, StoredTeacher, TeacherRow
 from storage.codecs.fitting import SampleCodecs
@@ -38,9 +38,9 @@ TEACHERS = (
 )
 
 
-def feature_candidates(hidden_size: int, directions: int) -> list[CodecSpec]:
+def feature_candidates(hidden_size: int, components: int) -> list[CodecSpec]:
     """Projected ones at several widths, then those that serve any drafter."""
-    widths = sorted({min(directions, round(times * hidden_size)) for times in (1.0, 1.5, 2.0)})
+    widths = sorted({min(components, round(times * hidden_size)) for times in (1.0, 1.5, 2.0)})
     projected = [CodecSpec(name="projected", settings={"directions": width}) for width in widths]
     transform = [CodecSpec(name="transform", settings={"step": step, "output": "coordinates"}) for step in (0.5, 0.25)]
     return [*projected, *transform, CodecSpec(name="int8"), CodecSpec(name="bf16-planes")]
@@ -56,7 +56,7 @@ def choose(
         layers=len(target.layer_ids),
         hidden_size=target.hidden_size,
         target=worker.parts_for,
-        components=read_directions(worker.root) if "features" in parts else None,
+        components=read_components(worker.root) if "features" in parts else None,
         temperature=wanted.temperature,
     )
     judge, candidates = None, {"teacher": list(TEACHERS)}
@@ -138,7 +138,7 @@ class FeatureJudge:
                 spans=tuple(conversation.spans),
                 features=row.features.float(),
                 teacher_positions=positions,
-                teacher=StoredTeacher(last_hidden_state=row.last[positions].float()),
+                teacher=StoredTeacher(last_hidden_state=row.last_hidden_state[positions].float()),
             )
             batch = make_micro_batch([sample], [anchors], self._drafters[pilot].block_size).to(worker.target.device)
             batch.teacher.log_normalizers = log_normalizers(batch.teacher, self._heads[pilot])
@@ -158,10 +158,10 @@ class FeatureJudge:
 
     @staticmethod
     def _recode(batch: MicroBatch, codec: Codec) -> MicroBatch:
-        """The batch with its features as a reader of the cache gets them, coordinates turned back into states."""
+        """The batch with its features as a reader of the cache gets them, components turned back into states."""
         device = batch.hidden_states.device
         payload = codec.encode(batch.hidden_states.cpu(), first=True)
         coded = codec.decode(payload, len(batch.hidden_states), dtype=torch.float32)
-        if codec.lift is not None:
-            coded = coded @ codec.lift.float().t()
+        if codec.unprojection is not None:
+            coded = coded @ codec.unprojection.float().t()
         return replace(batch, hidden_states=coded.to(device))

@@ -44,8 +44,8 @@ def make_drafter(task: TrainingTask, cache: TargetCache) -> Drafter:
         draft_token_ids=drafted,
         bigrams=bigram_counts(previous, following, config.vocab_size),
     )
-    if cache.projection is not None and cache.lift is not None:
-        merge_projection(drafter, cache.projection, cache.lift)
+    if cache.projection is not None and cache.unprojection is not None:
+        merge_projection(drafter, cache.projection, cache.unprojection)
     return drafter
 
 

@@ -1,8 +1,8 @@
-"""Building a cache: the manifest first, then unit after unit, then the finish.
+"""Building a cache: the manifest first, then shard after shard, then the finish.
 
-A unit is committed in this order, each step durable before the next: rows to a temporary name, sync, re-read and
+A shard is committed in this order, each step durable before the next: rows to a temporary name, sync, re-read and
 compare, rename to the shard's name, commit record. Readers believe commit records only, so a builder that is killed
-anywhere leaves either a committed unit or nothing; doing a unit again gives the same shard.
+anywhere leaves either a committed shard or nothing; doing a shard again gives the same shard.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import IO, Any
 import numpy as np
 
 from storage.cache import schema
-from storage.cache.plan import FORMAT, VERSION, CachePlan, Codecs, SampleIndex, write_samples
+from storage.cache.plan import FORMAT, VERSION, CachePlan, Codecs, SampleList, write_samples
 from storage.cache.records import CacheRow, dataset_features, seal, unseal
-from storage.cache.shards import encode_row, write_shard
+from storage.cache.shards import encode_row, write_rows
 from storage.codecs.base import Codec
 from storage.codecs.fitting import dump_codec, fit_codec, load_codec
 from storage.errors import (
@@ -42,12 +42,12 @@ Root = str | PathLike[str]
 EncodedRow = Mapping[str, Any]  # the columns of a shard's row
 
 
-def shard_name(unit: int) -> str:
-    return f"shards/unit-{unit:06d}.arrow"
+def shard_name(shard: int) -> str:
+    return f"shards/unit-{shard:06d}.arrow"
 
 
-def commit_name(unit: int) -> str:
-    return f"commits/unit-{unit:06d}.json"
+def commit_name(shard: int) -> str:
+    return f"commits/unit-{shard:06d}.json"
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ class Opened:
     folder: Folder
     manifest: dict[str, Any]
     manifest_sha256: str
-    samples: SampleIndex
+    samples: SampleList
     codecs: Codecs
 
     @property
-    def units(self) -> int:
-        return self.samples.units
+    def num_shards(self) -> int:
+        return self.samples.num_shards
 
 
 def create_or_resume(root: Root, plan: CachePlan, codecs: Codecs | Callable[[], Codecs] | None = None) -> set[int]:
-    """Start the cache, or take it up again; returns the units already committed.
+    """Start the cache, or take it up again; returns the shards already committed.
 
     `codecs` (or a function that fits them, called only for a new cache) may be left out for codecs without statistics.
     IdentityMismatch names every field in which the stored plan differs from the one asked for.
@@ -87,7 +87,7 @@ def create_or_resume(root: Root, plan: CachePlan, codecs: Codecs | Callable[[], 
         what=f"the cache in {folder}",
         cure="Use the settings it was made with, or give another folder for the new cache.",
     )
-    done = set(committed_units(opened))
+    done = set(committed_shards(opened))
     require_room(opened, done, plan.max_bytes)
     return done
 
@@ -131,7 +131,7 @@ def _create(folder: Folder, plan: CachePlan, codecs: Codecs) -> None:
         "fields": plan.fields(),
         "codecs": described,
         "samples": {"file": SAMPLES, "sha256": hashlib.sha256(samples).hexdigest()},
-        "units": len(plan.units),
+        "units": len(plan.shards),
         "skipped": {reason: list(ids) for reason, ids in plan.skipped.items()},
         "shortened": list(plan.shortened),
     }
@@ -150,9 +150,9 @@ def open_folder(folder: Folder) -> Opened:
             f"{FORMAT!r} version {VERSION}: use the program version that wrote it, or build the cache anew"
         )
     schema.checked(schema.Manifest, manifest, name, WHOLE)
-    samples = SampleIndex.parse(_checked(folder, manifest["samples"]), folder.describe(SAMPLES))
-    if samples.units != manifest["units"]:
-        raise CacheCorrupt(f"{name}: {manifest['units']} units, the sample list has {samples.units}; {WHOLE}")
+    samples = SampleList.parse(_checked(folder, manifest["samples"]), folder.describe(SAMPLES))
+    if samples.num_shards != manifest["units"]:
+        raise CacheCorrupt(f"{name}: {manifest['units']} shards, the sample list has {samples.num_shards}; {WHOLE}")
     fields = manifest["fields"]
     widths = {"features": fields["num_layers"] * fields["hidden_size"], "teacher": fields["hidden_size"]}
     loaded = {}
@@ -177,7 +177,7 @@ def _load_codec(folder: Folder, entry: Mapping[str, Any]) -> Codec:
 
 @lru_cache(maxsize=8)
 def _opened_before(url: str, manifest: bytes) -> Opened:
-    """A worker writes many units of one cache: its sample list and codecs are read once."""
+    """A worker writes many shards of one cache: its sample list and codecs are read once."""
     return open_folder(Folder(url))
 
 
@@ -198,30 +198,30 @@ def load_codecs(root: Root) -> Codecs:
     return open_folder(Folder(root)).codecs
 
 
-def committed_units(opened: Opened) -> dict[int, dict[str, Any]]:
-    """Commit records by unit, of units whose record is sound and whose shard is there in full size."""
+def committed_shards(opened: Opened) -> dict[int, dict[str, Any]]:
+    """Commit records by shard, of those whose record is sound and whose file is there in full size."""
     sizes, names = opened.folder.files("shards"), opened.folder.files("commits")
-    records = (read_commit(opened, unit) for unit in range(opened.units) if commit_name(unit) in names)
+    records = (read_commit(opened, shard) for shard in range(opened.num_shards) if commit_name(shard) in names)
     return {record["unit"]: record for record in records if record and sizes.get(record["shard"]) == record["bytes"]}
 
 
-def read_commit(opened: Opened, unit: int) -> dict[str, Any] | None:
-    """The unit's commit record. None if there is none, or one that is not sound: the unit is to be done again."""
-    folder, name = opened.folder, commit_name(unit)
+def read_commit(opened: Opened, shard: int) -> dict[str, Any] | None:
+    """The shard's commit record. None if there is none, or one that is not sound: the shard is to be done again."""
+    folder, name = opened.folder, commit_name(shard)
     try:
         record = unseal(folder.read(folder.inside(name, str(folder))), folder.describe(name))
         checked_commit(record, folder, name)
     except (StorageCorrupt, FileNotFoundError):
         return None
-    return record if record["manifest_sha256"] == opened.manifest_sha256 and record["unit"] == unit else None
+    return record if record["manifest_sha256"] == opened.manifest_sha256 and record["unit"] == shard else None
 
 
 def checked_commit(record: dict[str, Any], folder: Folder, name: str) -> dict[str, Any]:
-    """A commit record whose every field is of its kind, and whose shard is the unit's own file. CacheCorrupt if not."""
+    """A commit record whose every field is of its kind, and which names its own shard's file. CacheCorrupt if not."""
     schema.checked(schema.Commit, record, folder.describe(name), AGAIN)
     if record["shard"] != shard_name(record["unit"]):
         raise CacheCorrupt(
-            f"{folder.describe(name)}: unit {record['unit']} is said to be in {record['shard'][:80]!r}, and not in "
+            f"{folder.describe(name)}: shard {record['unit']} is said to be in {record['shard'][:80]!r}, and not in "
             f"{shard_name(record['unit'])}; {AGAIN}"
         )
     folder.inside(record["shard"], folder.describe(name))
@@ -238,62 +238,62 @@ def read_complete(opened: Opened) -> dict[str, Any]:
     for file in complete["files"]:
         folder.inside(file, name)
     starts = opened.samples.starts
-    for unit, record in enumerate(complete["shards"]):
+    for shard, record in enumerate(complete["shards"]):
         checked_commit(record, folder, COMPLETE)
-        if record["unit"] != unit or record["rows"] != starts[min(unit + 1, opened.units)] - starts[unit]:
-            raise CacheCorrupt(f"{name}: its records of shards are not the manifest's units in order; {WHOLE}")
-    if len(complete["shards"]) != opened.units:
-        raise CacheCorrupt(f"{name}: {len(complete['shards'])} shards, {opened.units} units are planned; {WHOLE}")
+        if record["unit"] != shard or record["rows"] != starts[min(shard + 1, opened.num_shards)] - starts[shard]:
+            raise CacheCorrupt(f"{name}: its records are not those of the manifest's shards in order; {WHOLE}")
+    if len(complete["shards"]) != opened.num_shards:
+        raise CacheCorrupt(f"{name}: {len(complete['shards'])} shards, {opened.num_shards} are planned; {WHOLE}")
     return complete
 
 
-def write_unit(
+def write_shard(
     root: Root,
-    unit: int,
+    shard: int,
     rows: Iterable[CacheRow | EncodedRow],
     codecs: Codecs | None = None,
     *,
     max_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """Encode, write and commit one unit; returns its commit record. A unit that is committed already is left alone.
+    """Encode, write and commit one shard; returns its commit record. A shard that is committed already is left alone.
 
-    The rows must be the plan's samples of that unit in order; columns that `encode_row` (or `TargetCache.raw_row` of a
+    The rows must be the plan's samples of that shard in order; columns that `encode_row` (or `TargetCache.raw_row` of a
     cache with the same codecs) made are written as they are. The shards together may not grow beyond `max_bytes`.
-    NonFiniteState and ValueError name unit and sample; StorageFull says what ran out. After any error nothing of the
-    unit is visible.
+    NonFiniteState and ValueError name shard and sample; StorageFull says what ran out. After any error nothing of the
+    shard is visible.
     """
     folder = Folder(root)
     if not folder.exists(MANIFEST):
         raise MissingFile(f"{folder} holds no cache to write to; call create_or_resume first")
     opened = _opened_before(folder.url, folder.read(MANIFEST))
-    if not 0 <= unit < opened.units:
-        raise StorageError(f"unit {unit} is outside the plan's 0..{opened.units - 1}")
-    if folder.exists(commit_name(unit)):
-        committed = read_commit(opened, unit)
+    if not 0 <= shard < opened.num_shards:
+        raise StorageError(f"shard {shard} is outside the plan's 0..{opened.num_shards - 1}")
+    if folder.exists(commit_name(shard)):
+        committed = read_commit(opened, shard)
         if committed is not None and opened.folder.files("shards").get(committed["shard"]) == committed["bytes"]:
             return committed
     use = codecs or opened.codecs
-    _require(opened, estimate_unit(opened, unit, use), max_bytes, f"unit {unit}")
+    _require(opened, estimate_shard(opened, shard, use), max_bytes, f"shard {shard}")
     scope = opened.manifest["fields"]["teacher_scope"]
-    metadata = {"format": FORMAT, "version": str(VERSION), "identity": opened.manifest["identity"], "unit": str(unit)}
+    metadata = {"format": FORMAT, "version": str(VERSION), "identity": opened.manifest["identity"], "unit": str(shard)}
     try:
         encoded = (
             row if isinstance(row, Mapping) else encode_row(row, use, scope=scope)
-            for row in _in_order(opened, unit, rows)
+            for row in _in_order(opened, shard, rows)
         )
-        with folder.writer(shard_name(unit)) as stream:
-            written = write_shard(stream, encoded, metadata)
-            _check_written(stream, written, folder.describe(shard_name(unit)))
-            _require(opened, 0 if folder.is_local else written["bytes"], max_bytes, f"unit {unit}")
+        with folder.writer(shard_name(shard)) as stream:
+            written = write_rows(stream, encoded, metadata)
+            _check_written(stream, written, folder.describe(shard_name(shard)))
+            _require(opened, 0 if folder.is_local else written["bytes"], max_bytes, f"shard {shard}")
     except NonFiniteState as error:
-        raise NonFiniteState(f"unit {unit} of {folder}: {error}") from error
-    record = {"unit": unit, "shard": shard_name(unit), "manifest_sha256": opened.manifest_sha256, **written}
-    folder.write(commit_name(unit), seal(record))
+        raise NonFiniteState(f"shard {shard} of {folder}: {error}") from error
+    record = {"unit": shard, "shard": shard_name(shard), "manifest_sha256": opened.manifest_sha256, **written}
+    folder.write(commit_name(shard), seal(record))
     return record
 
 
-def _in_order(opened: Opened, unit: int, rows: Iterable[CacheRow | EncodedRow]) -> Iterator[CacheRow | EncodedRow]:
-    start, stop = int(opened.samples.starts[unit]), int(opened.samples.starts[unit + 1])
+def _in_order(opened: Opened, shard: int, rows: Iterable[CacheRow | EncodedRow]) -> Iterator[CacheRow | EncodedRow]:
+    start, stop = int(opened.samples.starts[shard]), int(opened.samples.starts[shard + 1])
     place = start
     for row in rows:
         expected = (opened.samples.sample_ids[place], int(opened.samples.lengths[place])) if place < stop else None
@@ -303,23 +303,23 @@ def _in_order(opened: Opened, unit: int, rows: Iterable[CacheRow | EncodedRow]) 
             given, spans = (row.sample_id, len(row.input_ids)), row.spans
         if given != expected:
             raise StorageError(
-                f"unit {unit}, row {place - start}: got sample {given[0]!r} of {given[1]} tokens, "
+                f"shard {shard}, row {place - start}: got sample {given[0]!r} of {given[1]} tokens, "
                 f"the plan has {expected or 'no further row'}"
             )
         planned = opened.samples.spans(place)
         if planned is not None and np.asarray(spans).reshape(-1, 2).tolist() != [list(span) for span in planned]:
             raise StorageError(
-                f"unit {unit}, row {place - start} ({given[0]!r}): its spans are not the plan's {planned}"
+                f"shard {shard}, row {place - start} ({given[0]!r}): its spans are not the plan's {planned}"
             )
         place += 1
         yield row
     if place != stop:
-        raise StorageError(f"unit {unit}: {place - start} rows given, the plan has {stop - start}")
+        raise StorageError(f"shard {shard}: {place - start} rows given, the plan has {stop - start}")
 
 
-def estimate_unit(opened: Opened, unit: int, codecs: Codecs | None = None) -> int:
-    """Bytes that the unit's shard will have, by the rates measured when the codecs were fitted."""
-    start, stop = (int(row) for row in opened.samples.starts[unit : unit + 2])
+def estimate_shard(opened: Opened, shard: int, codecs: Codecs | None = None) -> int:
+    """Bytes that the shard will have, by the rates measured when the codecs were fitted."""
+    start, stop = (int(row) for row in opened.samples.starts[shard : shard + 2])
     tokens = int(opened.samples.lengths[start:stop].sum(dtype=np.int64))
     scope = opened.manifest["fields"]["teacher_scope"]
     teacher = opened.samples.teacher_tokens(start, stop, scope)
@@ -327,8 +327,8 @@ def estimate_unit(opened: Opened, unit: int, codecs: Codecs | None = None) -> in
 
 
 def require_room(opened: Opened, done: set[int], max_bytes: int | None) -> None:
-    """StorageFull unless all units that are not `done` will fit, into the free space and under max_bytes."""
-    needed = sum(estimate_unit(opened, unit) for unit in range(opened.units) if unit not in done)
+    """StorageFull unless all shards that are not `done` will fit, into the free space and under max_bytes."""
+    needed = sum(estimate_shard(opened, shard) for shard in range(opened.num_shards) if shard not in done)
     if needed:
         _require(opened, needed, max_bytes, "the cache")
 
@@ -357,21 +357,22 @@ def _check_written(stream: IO[bytes], written: Mapping[str, Any], name: str) -> 
 
 
 def finish(root: Root, notes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Close the cache once every unit is committed: dataset files, then the COMPLETE record over all of it.
+    """Close the cache once every shard is committed: dataset files, then the COMPLETE record over all of it.
 
-    `notes` (an audit's result, say) are kept in the record. ValueError names missing units. Doing it twice is harmless.
+    `notes` (an audit's result, say) are kept in the record. Doing it twice is harmless. StorageError names missing
+    shards.
     """
     folder = Folder(root)
     opened = open_folder(folder)
-    committed = committed_units(opened)
-    missing = [unit for unit in range(opened.units) if unit not in committed]
+    committed = committed_shards(opened)
+    missing = [shard for shard in range(opened.num_shards) if shard not in committed]
     if missing:
         shown = ", ".join(map(str, missing[:10])) + ("..." if len(missing) > 10 else "")
         raise StorageError(
-            f"{len(missing)} of {opened.units} units of {folder} are not committed ({shown}); build them first"
+            f"{len(missing)} of {opened.num_shards} shards of {folder} are not committed ({shown}); build them first"
         )
     folder.remove_dead_temporaries(everything=True)
-    shards = [committed[unit] for unit in range(opened.units)]
+    shards = [committed[shard] for shard in range(opened.num_shards)]
     identity = opened.manifest["identity"]
     size = sum(record["bytes"] for record in shards)
     state = {

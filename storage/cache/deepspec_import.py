@@ -20,9 +20,9 @@ import torch
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from storage.cache.plan import DEFAULT_UNIT_TOKENS, LONGEST, CachePlan, Codecs
+from storage.cache.plan import DEFAULT_TOKENS_PER_SHARD, LONGEST, CachePlan, Codecs
 from storage.cache.records import CacheRow, teacher_positions
-from storage.cache.rewrite import FIT_TOKENS, OnUnit, require_own_folder, write_cache
+from storage.cache.rewrite import FIT_TOKENS, OnShard, require_own_folder, write_cache
 from storage.cache.schema import MOST_HIDDEN, MOST_LAYERS, STRICT, checked, parse_json
 from storage.cache.shards import encode_row
 from storage.codecs.base import TeacherRow, as_tensor
@@ -58,7 +58,7 @@ class DeepSpecSample:
     input_ids: np.ndarray
     loss_mask: np.ndarray
     states: torch.Tensor
-    last: torch.Tensor
+    last_hidden_state: torch.Tensor
 
 
 class DeepSpecCache:
@@ -129,7 +129,7 @@ class DeepSpecCache:
             input_ids=ids.view("<i4"),
             loss_mask=loss_mask,
             states=torch.from_numpy(states.view("<i2")).view(torch.bfloat16).view(length, -1),
-            last=torch.from_numpy(last.view("<i2")).view(torch.bfloat16).view(length, self.hidden_size),
+            last_hidden_state=torch.from_numpy(last.view("<i2")).view(torch.bfloat16).view(length, self.hidden_size),
         )
 
     def loss_mask(self, index: int) -> np.ndarray:
@@ -171,10 +171,10 @@ def import_deepspec(
     features: CodecSpec | None = None,
     teacher: CodecSpec | None = None,
     teacher_scope: Literal["supervised", "all"] = "supervised",
-    unit_tokens: int = DEFAULT_UNIT_TOKENS,
+    tokens_per_shard: int = DEFAULT_TOKENS_PER_SHARD,
     max_bytes: int | None = None,
     workers: int = 0,
-    on_unit: OnUnit | None = None,
+    on_shard: OnShard | None = None,
 ) -> dict[str, Any]:
     """Write `source` to `root` in this format, bit-exact by default. Resumes; returns the finish record.
 
@@ -201,7 +201,7 @@ def import_deepspec(
         features=features or CodecSpec(name="bf16"),
         teacher=teacher or CodecSpec(name="bf16"),
         teacher_scope=teacher_scope,
-        unit_tokens=unit_tokens,
+        tokens_per_shard=tokens_per_shard,
         skipped={"empty": empty} if empty else {},
         max_bytes=max_bytes,
     )
@@ -214,7 +214,7 @@ def import_deepspec(
         partial(_encoded, kept=kept, scope=teacher_scope),
         cost=lambda index: cache.length(kept[index]) * width,
         workers=workers,
-        on_unit=on_unit,
+        on_shard=on_shard,
     )
 
 
@@ -228,7 +228,7 @@ def _row(sample: DeepSpecSample) -> CacheRow:
         input_ids=sample.input_ids,
         spans=spans_of(sample.loss_mask),
         features=sample.states,
-        last=sample.last,
+        last_hidden_state=sample.last_hidden_state,
     )
 
 
@@ -240,9 +240,15 @@ def _fit(cache: DeepSpecCache, plan: CachePlan, kept: list[int]) -> Codecs:
     of_features = [(as_tensor(row.features), True) for row in rows]
     of_teacher = []
     for row in rows:
-        assert row.last is not None
+        assert row.last_hidden_state is not None
         positions = teacher_positions(row.spans, len(row.input_ids), plan.teacher_scope)
-        of_teacher.append(TeacherRow(features=as_tensor(row.features), last=as_tensor(row.last), positions=positions))
+        of_teacher.append(
+            TeacherRow(
+                features=as_tensor(row.features),
+                last_hidden_state=as_tensor(row.last_hidden_state),
+                positions=positions,
+            )
+        )
     assert plan.teacher is not None
     return Codecs(
         features=fit_codec(plan.features, of_features, width=layers * hidden, layers=layers),

@@ -1,4 +1,4 @@
-"""What a cache will hold, fixed before anything is captured: samples in order, cut into units, and their codecs."""
+"""What a cache will hold, fixed before anything is captured: samples in order, cut into shards, and their codecs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Spans = Sequence[tuple[int, int]]
 
 FORMAT = "dspark-target-cache"
 VERSION = 1
-DEFAULT_UNIT_TOKENS = 65_536
+DEFAULT_TOKENS_PER_SHARD = 65_536
 SAMPLE_COLUMNS = {
     "sample_id": pa.string(),
     "length": pa.int32(),
@@ -50,7 +50,7 @@ class CachePlan:
     features: CodecSpec = field(default_factory=lambda: CodecSpec(name="bf16"))
     teacher: CodecSpec | None = field(default_factory=lambda: CodecSpec(name="bf16"))
     teacher_scope: Literal["supervised", "all"] = "supervised"
-    unit_tokens: int = DEFAULT_UNIT_TOKENS
+    tokens_per_shard: int = DEFAULT_TOKENS_PER_SHARD
     inputs: Mapping[str, Any] = field(default_factory=dict)
     spans: Sequence[Spans] | None = None
     skipped: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -77,8 +77,8 @@ class CachePlan:
                 check_spans(spans, length, sample_id)
 
     @property
-    def units(self) -> list[tuple[int, int]]:
-        return plan_units([length for _, length in self.samples], self.unit_tokens)
+    def shards(self) -> list[tuple[int, int]]:
+        return plan_shards([length for _, length in self.samples], self.tokens_per_shard)
 
     @property
     def tokens(self) -> int:
@@ -97,7 +97,7 @@ class CachePlan:
                 "features": self.features.to_dict(),
                 "teacher": self.teacher.to_dict() if self.teacher else None,
                 "teacher_scope": self.teacher_scope,
-                "unit_tokens": self.unit_tokens,
+                "unit_tokens": self.tokens_per_shard,
                 "samples": {
                     "count": len(self.samples),
                     "tokens": self.tokens,
@@ -131,19 +131,19 @@ def _bytes_per_token(codec: Codec) -> float:
     return float(codec.measured.get("bytes_per_token", 2 * codec.width))
 
 
-def plan_units(sample_lengths: Sequence[int], unit_tokens: int) -> list[tuple[int, int]]:
-    """Cut the samples into half-open ranges of at most `unit_tokens` tokens each (one sample at least)."""
-    if unit_tokens < 1:
-        raise StorageError(f"unit_tokens = {unit_tokens}: a unit holds at least one token")
-    units, start, filled = [], 0, 0
+def plan_shards(sample_lengths: Sequence[int], tokens_per_shard: int) -> list[tuple[int, int]]:
+    """Cut the samples into half-open ranges of at most `tokens_per_shard` tokens each (one sample at least)."""
+    if tokens_per_shard < 1:
+        raise StorageError(f"tokens_per_shard = {tokens_per_shard}: a shard holds at least one token")
+    shards, start, filled = [], 0, 0
     for index, length in enumerate(sample_lengths):
-        if index > start and filled + length > unit_tokens:
-            units.append((start, index))
+        if index > start and filled + length > tokens_per_shard:
+            shards.append((start, index))
             start, filled = index, 0
         filled += length
     if start < len(sample_lengths):
-        units.append((start, len(sample_lengths)))
-    return units
+        shards.append((start, len(sample_lengths)))
+    return shards
 
 
 def order_hash(samples: Sequence[tuple[str, int]]) -> str:
@@ -163,12 +163,12 @@ def spans_hash(spans: Sequence[Spans]) -> str:
 
 
 def write_samples(plan: CachePlan) -> bytes:
-    """`samples.arrow`: an IPC stream with sample_id, length and unit, and spans where the plan has them."""
-    units = np.repeat(np.arange(len(plan.units), dtype=np.int32), [stop - start for start, stop in plan.units])
+    """`samples.arrow`: an IPC stream with sample_id, length and shard, and spans where the plan has them."""
+    shards = np.repeat(np.arange(len(plan.shards), dtype=np.int32), [stop - start for start, stop in plan.shards])
     columns = {
         "sample_id": pa.array([sample_id for sample_id, _ in plan.samples], pa.string()),
         "length": pa.array([length for _, length in plan.samples], pa.int32()),
-        "unit": pa.array(units, pa.int32()),
+        "unit": pa.array(shards, pa.int32()),
     }
     if plan.spans is not None:
         flat = [[int(edge) for span in spans for edge in span] for spans in plan.spans]
@@ -181,8 +181,8 @@ def write_samples(plan: CachePlan) -> bytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleIndex:
-    """Which sample is which row: ids, lengths [N] int32, `starts` [units + 1], the first row of each unit.
+class SampleList:
+    """Which sample is which row: ids, lengths [N] int32, `starts` [shards + 1], the first row of each shard.
 
     `edges` holds the spans' edges of all rows back to back and `edge_starts` [N + 1] where each row's begin; None where
     the plan did not know them.
@@ -195,17 +195,17 @@ class SampleIndex:
     edge_starts: np.ndarray | None = None
 
     @property
-    def units(self) -> int:
+    def num_shards(self) -> int:
         return len(self.starts) - 1
 
     @classmethod
-    def parse(cls, data: bytes, name: str) -> SampleIndex:
+    def parse(cls, data: bytes, name: str) -> SampleList:
         """Raises CacheCorrupt, naming the file, for anything but what `write_samples` writes."""
         try:
             table = read_stream(data, SAMPLE_COLUMNS)
-            ids, lengths, units = table["sample_id"].to_pylist(), table["length"].to_numpy(), table["unit"].to_numpy()
-            if len(units) == 0 or units[0] != 0 or not np.isin(np.diff(units), (0, 1)).all():
-                raise StorageError("its units do not count up from 0")
+            ids, lengths, shards = table["sample_id"].to_pylist(), table["length"].to_numpy(), table["unit"].to_numpy()
+            if len(shards) == 0 or shards[0] != 0 or not np.isin(np.diff(shards), (0, 1)).all():
+                raise StorageError("its shards do not count up from 0")
             if lengths.min() < 1 or lengths.max() > LONGEST:
                 raise StorageError(f"its lengths are not all from 1 to {LONGEST}")
             edges = edge_starts = None
@@ -218,7 +218,7 @@ class SampleIndex:
         return cls(
             sample_ids=ids,
             lengths=lengths,
-            starts=np.searchsorted(units, np.arange(int(units[-1]) + 2)),
+            starts=np.searchsorted(shards, np.arange(int(shards[-1]) + 2)),
             edges=edges,
             edge_starts=edge_starts,
         )
@@ -238,9 +238,9 @@ class SampleIndex:
         return int((edges[:, 1] - 1 - np.maximum(edges[:, 0] - 1, 0)).sum())
 
     def locate(self, row: int) -> tuple[int, int]:
-        """(unit, row within it)."""
-        unit = int(np.searchsorted(self.starts, row, side="right")) - 1
-        return unit, row - int(self.starts[unit])
+        """(shard, row within it)."""
+        shard = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return shard, row - int(self.starts[shard])
 
 
 def _check_edges(edges: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:

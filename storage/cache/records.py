@@ -63,7 +63,7 @@ class CacheRow:
     input_ids: Sequence[int] | np.ndarray | torch.Tensor
     spans: Sequence[tuple[int, int]]
     features: torch.Tensor | np.ndarray
-    last: torch.Tensor | np.ndarray | None
+    last_hidden_state: torch.Tensor | np.ndarray | None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 

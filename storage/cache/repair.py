@@ -1,4 +1,4 @@
-"""Take the damaged units out of a finished cache, so that building it again writes just these."""
+"""Take the damaged shards out of a finished cache, so that building it again writes just these."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _OF_A_UNIT = re.compile(r"(?:shards|commits)/unit-(\d+)\.(?:arrow|json)")
 
 
 def discard_damaged(root: str | PathLike[str], *, workers: int = 4) -> list[Problem]:
-    """Remove every unit in which `verify` finds something wrong; returns what was found.
+    """Remove every shard in which `verify` finds something wrong; returns what was found.
 
-    The cache is then an unfinished one with the other units committed. What belongs to no unit and was altered (the
+    The cache is then an unfinished one with the other shards committed. What belongs to no shard and was altered (the
     dataset's description, files left behind) is written anew, or named, when the cache is finished again.
 
     Raises:
@@ -25,16 +25,16 @@ def discard_damaged(root: str | PathLike[str], *, workers: int = 4) -> list[Prob
     """
     folder = Folder(root)
     problems = verify(root, workers=workers)
-    units = set()
+    shards = set()
     for problem in problems:
         if match := _OF_A_UNIT.fullmatch(problem.file):
-            units.add(int(match[1]))
+            shards.add(int(match[1]))
         elif problem.file.startswith("codecs/") or problem.file in ("manifest.json", "samples.arrow"):
             raise CacheCorrupt(f"{problem}; every row depends on it, so the whole cache is to be built anew")
     if problems and folder.exists(COMPLETE):
         folder.remove(COMPLETE)  # first: from here on readers see an unfinished cache
-    for unit in sorted(units):
-        for name in (commit_name(unit), shard_name(unit)):
+    for shard in sorted(shards):
+        for name in (commit_name(shard), shard_name(shard)):
             if folder.exists(name):
                 folder.remove(name)
     return problems

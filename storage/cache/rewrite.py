@@ -1,6 +1,6 @@
 """Caches made from other caches: to another codec, or several joined into one.
 
-Rows pass from the old cache to the new one unit by unit, encoded by worker processes where that is work, and resume
+Rows pass from the old cache to the new one shard by shard, encoded by worker processes where that is work, and resume
 like any build. What a part of a row is not re-coded for, is copied bit by bit.
 """
 
@@ -25,9 +25,9 @@ from storage.cache.commits import (
     create_or_resume,
     finish,
     load_codecs,
-    write_unit,
+    write_shard,
 )
-from storage.cache.plan import DEFAULT_UNIT_TOKENS, CachePlan, Codecs
+from storage.cache.plan import DEFAULT_TOKENS_PER_SHARD, CachePlan, Codecs
 from storage.cache.read_ahead import ReadAhead
 from storage.cache.shards import StoredRow, checksum_of
 from storage.cache.target_cache import TargetCache
@@ -44,7 +44,7 @@ COPIED_FIELDS = ("contract", "num_layers", "hidden_size", "teacher_scope")
 
 Source = TypeVar("Source")
 Encode = Callable[[Source, int, Codecs], Mapping[str, Any]]
-OnUnit = Callable[[Mapping[str, Any]], None]
+OnShard = Callable[[Mapping[str, Any]], None]
 
 
 def write_cache(
@@ -56,30 +56,30 @@ def write_cache(
     *,
     cost: Callable[[int], int],
     workers: int = 0,
-    on_unit: OnUnit | None = None,
+    on_shard: OnShard | None = None,
     notes: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Build the cache of `plan` whose row i is `encode(source, i, codecs)`; resumes; returns the finish record.
 
     `workers` processes read and encode (none: this one does); `source` and `encode` are then pickled, and `cost` bounds
-    the bytes of a row on the way. `on_unit` is called with each unit's commit record, those that an earlier process
+    the bytes of a row on the way. `on_shard` is called with each shard's commit record, those that an earlier process
     wrote included. ValueError while another process does the same in this folder.
     """
     with Folder(root).only_writer():
         done = create_or_resume(root, plan, codecs)
-        left = [unit for unit in range(len(plan.units)) if unit not in done]
-        indices = (row for unit in left for row in range(*plan.units[unit]))
+        left = [shard for shard in range(len(plan.shards)) if shard not in done]
+        indices = (row for shard in left for row in range(*plan.shards[shard]))
         work = partial(_encode, encode=encode, codecs=load_codecs(root))
         rows: Iterator[Any]
         if workers and left:
             rows = ReadAhead(source, indices, work, cost=cost, workers=workers)
         else:
             rows = (work(source, index) for index in indices)
-        for unit, (start, stop) in enumerate(plan.units):
-            given = iter(()) if unit in done else islice(rows, stop - start)
-            record = write_unit(root, unit, given, max_bytes=plan.max_bytes)
-            if on_unit is not None:
-                on_unit(record)
+        for shard, (start, stop) in enumerate(plan.shards):
+            given = iter(()) if shard in done else islice(rows, stop - start)
+            record = write_shard(root, shard, given, max_bytes=plan.max_bytes)
+            if on_shard is not None:
+                on_shard(record)
         if isinstance(rows, ReadAhead):
             rows.close()
         return finish(root, notes)
@@ -113,20 +113,20 @@ def recode(
     teacher: CodecSpec | None = None,
     codecs_of: Root | None = None,
     target: TargetParts | None = None,
-    directions: Mapping[str, torch.Tensor] | None = None,
-    unit_tokens: int | None = None,
+    components: Mapping[str, torch.Tensor] | None = None,
+    tokens_per_shard: int | None = None,
     max_bytes: int | None = None,
     workers: int = 0,
-    on_unit: OnUnit | None = None,
+    on_shard: OnShard | None = None,
 ) -> dict[str, Any]:
     """Write the cache `source` again to `root` with other codecs; returns the finish record. Resumes.
 
     A part for which no codec is given keeps its bytes. `codecs_of`: take both codecs, as fitted, from that cache, so
     that the two can be merged. `target` serves teacher codecs that ask for the target; it cannot go to `workers`.
-    `directions`: `projection` [K, W] and `shares` [K] of a pilot, for a projected codec.
+    `components`: `projection` [K, W] and `shares` [K] of a pilot, for a projected codec.
 
     Raises:
-        StorageError: nothing would change, or the source holds coordinates where states are needed.
+        StorageError: nothing would change, or the source holds components where states are needed.
     """
     require_own_folder(root, source)
     cache = TargetCache.open(source)
@@ -140,7 +140,7 @@ def recode(
         raise StorageError("neither a codec for the features nor one for the teacher is given: nothing would change")
     if features is not None and cache.projection is not None:
         raise StorageError(
-            f"{cache.folder} keeps {cache.codecs.features.out_width} coordinates of the captured states, not the "
+            f"{cache.folder} keeps {cache.codecs.features.out_width} components of the captured states, not the "
             "states themselves: its features cannot be coded anew; recode the cache that they were made from"
         )
     if teacher is not None and cache.codecs.teacher is None:
@@ -151,40 +151,38 @@ def recode(
             "recode the cache that it was made from"
         )
     if teacher is not None and teacher.name == "recomputed" and cache.projection is not None:
-        raise StorageError(
-            f"{cache.folder} keeps coordinates, and teacher codec 'recomputed' needs the captured states"
-        )
+        raise StorageError(f"{cache.folder} keeps components, and teacher codec 'recomputed' needs the captured states")
     if target is not None and workers:
         raise StorageError("a teacher codec that needs the target is encoded by this process: use workers = 0")
     if target is None and teacher is not None and codec_class(teacher.name).teacher_only:
         raise StorageError(
             f"teacher codec {teacher.name!r} asks for the target that the states are of: give it too (--target)"
         )
-    if directions is None and features is not None and features.name == "projected" and given is None:
+    if components is None and features is not None and features.name == "projected" and given is None:
         raise StorageError("codec 'projected' keeps what a pilot drafter looks at: give it too (--pilot)")
     fields = cache.manifest["fields"]
     inputs = {**fields["inputs"], "recoded_from": cache.identity}
-    if directions is not None:
-        inputs["directions"] = sha256(directions["projection"].numpy().tobytes()).hexdigest()
+    if components is not None:
+        inputs["directions"] = sha256(components["projection"].numpy().tobytes()).hexdigest()
     old = {part: CodecSpec(**fields[part]) if fields[part] else None for part in ("features", "teacher")}
     plan = _plan_from(
         [cache],
         features=features or old["features"],
         teacher=teacher or old["teacher"],
         inputs=inputs,
-        unit_tokens=unit_tokens or fields["unit_tokens"],
+        tokens_per_shard=tokens_per_shard or fields["unit_tokens"],
         max_bytes=max_bytes,
     )
 
     def codecs() -> Codecs:
-        fresh = given or _fit(cache, features, teacher, target, directions)
+        fresh = given or _fit(cache, features, teacher, target, components)
         return Codecs(
             features=fresh.features if features else cache.codecs.features,
             teacher=fresh.teacher if teacher else cache.codecs.teacher,
         )
 
     work = partial(_recoded, features=features is not None, teacher=teacher is not None, target=target)
-    return write_cache(root, plan, codecs, cache, work, cost=cache.decoded_bytes, workers=workers, on_unit=on_unit)
+    return write_cache(root, plan, codecs, cache, work, cost=cache.decoded_bytes, workers=workers, on_shard=on_shard)
 
 
 def _recoded(
@@ -198,7 +196,7 @@ def _recoded(
         assert codecs.teacher is not None
         codecs.teacher.target = target
         whole = _teacher_row(row)
-        columns["teacher"] = codecs.teacher.encode_teacher(whole.features, whole.last, whole.positions)
+        columns["teacher"] = codecs.teacher.encode_teacher(whole.features, whole.last_hidden_state, whole.positions)
     columns["checksum"] = checksum_of(columns)
     return columns
 
@@ -207,7 +205,7 @@ def _teacher_row(row: StoredRow) -> TeacherRow:
     """A stored row as codecs of the teacher see one: last states at every token, zero where none is stored."""
     last = torch.zeros(len(row.input_ids), row.last_hidden_state.shape[1])
     last[row.teacher_positions] = row.last_hidden_state
-    return TeacherRow(features=row.features, last=last, positions=row.teacher_positions.numpy())
+    return TeacherRow(features=row.features, last_hidden_state=last, positions=row.teacher_positions.numpy())
 
 
 def _fit(
@@ -215,7 +213,7 @@ def _fit(
     features: CodecSpec | None,
     teacher: CodecSpec | None,
     target: TargetParts | None,
-    directions: Mapping[str, torch.Tensor] | None,
+    components: Mapping[str, torch.Tensor] | None,
 ) -> Codecs:
     """New codecs, fitted on rows spread over the cache, up to FIT_TOKENS tokens."""
     fields = cache.manifest["fields"]
@@ -225,7 +223,7 @@ def _fit(
     of_features: Codec = cache.codecs.features
     if features is not None:
         sample = [(row.features, True) for row in rows]
-        of_features = fit_codec(features, sample, width=layers * hidden, layers=layers, tensors=directions)
+        of_features = fit_codec(features, sample, width=layers * hidden, layers=layers, tensors=components)
     of_teacher = cache.codecs.teacher
     if teacher is not None:
         of_teacher = fit_teacher(teacher, [_teacher_row(row) for row in rows], width=hidden, target=target)
@@ -265,9 +263,9 @@ def merge(
     root: Root,
     *,
     number_ids: bool = False,
-    unit_tokens: int | None = None,
+    tokens_per_shard: int | None = None,
     max_bytes: int | None = None,
-    on_unit: OnUnit | None = None,
+    on_shard: OnShard | None = None,
 ) -> dict[str, Any]:
     """Join caches of one target, coded alike, into one; rows are copied bit by bit. Returns the finish record.
 
@@ -304,11 +302,11 @@ def merge(
         teacher=CodecSpec(**fields["teacher"]) if fields["teacher"] else None,
         inputs={"merged_from": [cache.identity for cache in caches], **({"number_ids": True} if number_ids else {})},
         prefixes=prefixes,
-        unit_tokens=unit_tokens or fields["unit_tokens"],
+        tokens_per_shard=tokens_per_shard or fields["unit_tokens"],
         max_bytes=max_bytes,
     )
     source = _Joined(caches, prefixes)
-    return write_cache(root, plan, lambda: first.codecs, source, _raw_row, cost=source.decoded_bytes, on_unit=on_unit)
+    return write_cache(root, plan, lambda: first.codecs, source, _raw_row, cost=source.decoded_bytes, on_shard=on_shard)
 
 
 def _require_alike(first: TargetCache, other: TargetCache) -> None:
@@ -334,7 +332,7 @@ def _plan_from(
     teacher: CodecSpec | None,
     inputs: Mapping[str, Any],
     prefixes: Sequence[str] = ("",),
-    unit_tokens: int = DEFAULT_UNIT_TOKENS,
+    tokens_per_shard: int = DEFAULT_TOKENS_PER_SHARD,
     max_bytes: int | None = None,
 ) -> CachePlan:
     assert features is not None
@@ -353,7 +351,7 @@ def _plan_from(
         spans=[cache.spans(index) for cache in caches for index in range(len(cache))],
         features=features,
         teacher=teacher,
-        unit_tokens=unit_tokens,
+        tokens_per_shard=tokens_per_shard,
         inputs=inputs,
         skipped=skipped,
         shortened=shortened,

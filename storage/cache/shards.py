@@ -1,4 +1,4 @@
-"""One unit's rows as an Arrow IPC stream, written in bounded record batches and read one batch at a time."""
+"""One shard's rows as an Arrow IPC stream, written in bounded record batches and read one batch at a time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BATCH_BYTES = 4 << 20
 class StoredRow:
     """One sequence as a reader gets it. S tokens, P teacher positions.
 
-    `features` [S, c]: m*d captured states, or the coordinates that the cache's codec keeps; `teacher` at
+    `features` [S, c]: m*d captured states, or the components that the cache's codec keeps; `teacher` at
     `teacher_positions` [P]: the teacher of label t+1 is what the target thinks at t. None if the cache stores none.
     """
 
@@ -80,9 +80,9 @@ def encode_row(row: CacheRow, codecs: Codecs, *, scope: str) -> dict[str, Any]:
     context = codecs.features.encode(features, first=True)
     teacher, positions = b"", teacher_positions(spans, length, scope)
     if codecs.teacher is not None:
-        if row.last is None:
+        if row.last_hidden_state is None:
             raise StorageError(f"sample {row.sample_id!r}: no last state, but the cache stores the teacher")
-        last = as_tensor(row.last)
+        last = as_tensor(row.last_hidden_state)
         _check(row.sample_id, "last states", last, (length, codecs.teacher.width))
         if len(positions):
             teacher = codecs.teacher.encode_teacher(features, last, positions)
@@ -111,7 +111,7 @@ def _check(sample_id: str, what: str, states: torch.Tensor, shape: tuple[int, in
         )
 
 
-def write_shard(stream: IO[bytes], encoded: Iterable[Mapping[str, Any]], metadata: Mapping[str, str]) -> dict[str, Any]:
+def write_rows(stream: IO[bytes], encoded: Iterable[Mapping[str, Any]], metadata: Mapping[str, str]) -> dict[str, Any]:
     """Write the rows; returns sizes, the stream's SHA-256 and where each record batch lies."""
     counted = _Counted(stream)
     kind = schema(metadata)

@@ -18,15 +18,15 @@ from storage.cache.commits import (
     COMPLETE,
     Opened,
     Root,
-    committed_units,
+    committed_shards,
     create_or_resume,
     finish,
     load_codecs,
     open_folder,
     read_complete,
-    write_unit,
+    write_shard,
 )
-from storage.cache.plan import CachePlan, Codecs, Spans, plan_units
+from storage.cache.plan import CachePlan, Codecs, Spans, plan_shards
 from storage.cache.read_ahead import ReadAhead
 from storage.cache.records import CacheRow
 from storage.cache.shards import ShardReader, StoredRow, checksum_of, decode_row, encode_row
@@ -57,9 +57,9 @@ __all__ = [
     "fit_codec",
     "is_finished",
     "load_codecs",
-    "plan_units",
+    "plan_shards",
     "verify",
-    "write_unit",
+    "write_shard",
 ]
 
 READ_AHEAD_BYTES = 1 << 30
@@ -95,7 +95,7 @@ class TargetCache:
         }
         starts = opened.samples.starts
         self._rows = np.concatenate(
-            [np.arange(starts[unit], starts[unit + 1]) for unit in sorted(shards)] or [np.empty(0, np.int64)]
+            [np.arange(starts[shard], starts[shard + 1]) for shard in sorted(shards)] or [np.empty(0, np.int64)]
         )
         self._check = check
         self._checked = np.zeros(len(opened.samples.lengths), bool)
@@ -129,11 +129,11 @@ class TargetCache:
             complete = read_complete(opened)
             shards = {record["unit"]: record for record in complete["shards"]}
         elif partial:
-            shards = committed_units(opened)
+            shards = committed_shards(opened)
         else:
-            done, total = len(committed_units(opened)), opened.units
+            done, total = len(committed_shards(opened)), opened.num_shards
             raise CacheCorrupt(
-                f"{folder} is not finished ({done} of {total} units committed): the command that builds it "
+                f"{folder} is not finished ({done} of {total} shards committed): the command that builds it "
                 "goes on where it stopped; `dspark cache info` and `sample` show what is there (partial=True)"
             )
         return cls(
@@ -169,7 +169,7 @@ class TargetCache:
     @property
     def rows_per_shard(self) -> list[int]:
         """Rows of each shard in order, for a windowed shuffle."""
-        return [self._shards[unit]["rows"] for unit in sorted(self._shards)]
+        return [self._shards[shard]["rows"] for shard in sorted(self._shards)]
 
     @property
     def identity(self) -> str:
@@ -182,21 +182,21 @@ class TargetCache:
 
     @property
     def projection(self) -> torch.Tensor | None:
-        """P [C, m*d] float32 if `features` are coordinates P x, else None.
+        """P [C, m*d] float32 if `features` are components P x, else None.
 
         A context projection F [d, C] trained on them is F @ P on the captured states themselves.
         """
         return self.codecs.features.projection
 
     @property
-    def lift(self) -> torch.Tensor | None:
-        """[m*d, C]: states out of coordinates, as well as these know them; None where `features` are states."""
-        return self.codecs.features.lift
+    def unprojection(self) -> torch.Tensor | None:
+        """[m*d, C]: states out of components, as well as these know them; None where `features` are states."""
+        return self.codecs.features.unprojection
 
     def tokens(self, index: int) -> tuple[np.ndarray, Spans]:
         """Token ids [S] and supervised spans of a row; its states are not looked at, and so not its checksum."""
-        unit, place = self._opened.samples.locate(int(self._rows[index]))
-        columns = self._reader(unit).row(place)
+        shard, place = self._opened.samples.locate(int(self._rows[index]))
+        columns = self._reader(shard).row(place)
         return columns["input_ids"], tuple((int(a), int(b)) for a, b in columns["spans"].reshape(-1, 2))
 
     def spans(self, index: int) -> Spans:
@@ -209,8 +209,8 @@ class TargetCache:
         if not -len(self._rows) <= index < len(self._rows):
             raise IndexError(f"row {index} of {len(self._rows)}")
         row = int(self._rows[index])
-        unit, place = self._opened.samples.locate(row)
-        reader = self._reader(unit)
+        shard, place = self._opened.samples.locate(row)
+        reader = self._reader(shard)
         columns = reader.row(place)
         if self._check and not self._checked[row]:
             expected = self._opened.samples.sample_ids[row]
@@ -274,15 +274,15 @@ class TargetCache:
     def __iter__(self) -> Iterator[StoredRow]:
         return self.rows(range(len(self)))
 
-    def _reader(self, unit: int) -> ShardReader:
+    def _reader(self, shard: int) -> ShardReader:
         if sum(reader.touched for reader in self._open.values()) > MAPPED_BYTES:
             self._open.clear()  # the pages that were looked at leave this process's memory
-        if unit in self._open:
-            self._open.move_to_end(unit)
-            return self._open[unit]
+        if shard in self._open:
+            self._open.move_to_end(shard)
+            return self._open[shard]
         while len(self._open) >= self._max_open:
             self._open.popitem(last=False)
-        self._open[unit] = reader = self._open_shard(self._shards[unit])
+        self._open[shard] = reader = self._open_shard(self._shards[shard])
         return reader
 
     def _open_shard(self, record: Mapping[str, Any]) -> ShardReader:
@@ -319,7 +319,7 @@ class TargetCache:
             "codecs": self.manifest["codecs"],
             "identity": self.identity,
             "contract": self.contract,
-            "units": {"committed": len(records), "planned": self.manifest["units"]},
+            "shards": {"committed": len(records), "planned": self.manifest["units"]},
             "skipped": {reason: len(ids) for reason, ids in self.manifest["skipped"].items()},
             "shortened": len(self.manifest.get("shortened", ())),
             "notes": (self.complete or {}).get("notes", {}),
@@ -334,5 +334,5 @@ class TargetCache:
 
     def content_hash(self) -> str:
         """SHA-256 over the shards' hashes: equal for equal content."""
-        joined = "".join(self._shards[unit]["sha256"] for unit in sorted(self._shards))
+        joined = "".join(self._shards[shard]["sha256"] for shard in sorted(self._shards))
         return hashlib.sha256(joined.encode()).hexdigest()

@@ -19,7 +19,7 @@ from storage.cache.commits import (
     COMPLETE,
     MANIFEST,
     commit_name,
-    committed_units,
+    committed_shards,
     open_folder,
     read_complete,
     shard_name,
@@ -83,33 +83,33 @@ def verify(root: str | PathLike[str], *, workers: int = 1) -> list[Problem]:
         records = {record["unit"]: record for record in complete["shards"]}
         problems += _check_commits(folder, records, names)
     else:
-        records = committed_units(opened)
-        unsound = [u for u in range(opened.units) if commit_name(u) in names and u not in records]
+        records = committed_shards(opened)
+        unsound = [u for u in range(opened.num_shards) if commit_name(u) in names and u not in records]
         problems += [Problem(commit_name(u), "damaged, or its shard is missing or short") for u in unsound]
     ids = opened.samples.sample_ids
     starts = opened.samples.starts
-    owners = {record["sha256"]: unit for unit, record in records.items()}
+    owners = {record["sha256"]: shard for shard, record in records.items()}
     jobs = [
-        (folder.url, record, ids[starts[unit] : starts[unit + 1]], owners)
-        for unit, record in sorted(records.items())
+        (folder.url, record, ids[starts[shard] : starts[shard + 1]], owners)
+        for shard, record in sorted(records.items())
         if _present(record, names, problems)
     ]
     problems += _check_shards(jobs, workers)
-    problems += _check_strangers(names, complete, opened.units)
+    problems += _check_strangers(names, complete, opened.num_shards)
     return problems
 
 
 def _present(record: Mapping[str, Any], names: Mapping[str, int], problems: list[Problem]) -> bool:
     if record["shard"] in names:
         return True
-    problems.append(Problem(record["shard"], f"missing (unit {record['unit']}, {record['rows']} rows)"))
+    problems.append(Problem(record["shard"], f"missing (shard {record['unit']}, {record['rows']} rows)"))
     return False
 
 
 def _check_commits(folder: Folder, records: Mapping[int, Any], names: Mapping[str, int]) -> list[Problem]:
     problems = []
-    for unit, record in records.items():
-        name = commit_name(unit)
+    for shard, record in records.items():
+        name = commit_name(shard)
         if name not in names:
             problems.append(Problem(name, "missing"))
             continue
@@ -121,9 +121,9 @@ def _check_commits(folder: Folder, records: Mapping[int, Any], names: Mapping[st
     return problems
 
 
-def _check_strangers(names: Mapping[str, int], complete: Mapping[str, Any] | None, units: int) -> list[Problem]:
+def _check_strangers(names: Mapping[str, int], complete: Mapping[str, Any] | None, shards: int) -> list[Problem]:
     known = set((complete or {}).get("files", {})) | {COMPLETE}
-    known |= {name(unit) for unit in range(units) for name in (shard_name, commit_name)}
+    known |= {name(shard) for shard in range(shards) for name in (shard_name, commit_name)}
     if complete is None:
         return []
     return [
@@ -173,7 +173,7 @@ def examine_shard(job: Job) -> list[Problem]:
     data = folder.read(name)
     owner = owners.get(hashlib.sha256(data).hexdigest())
     if owner is not None and owner != record["unit"]:
-        return [Problem(name, f"holds the bytes of unit {owner}'s shard: swapped or duplicated")]
+        return [Problem(name, f"holds the bytes of shard {owner}: swapped or duplicated")]
     problems = []
     if len(data) != record["bytes"]:
         lost = sum(b["rows"] for b in record["batches"] if b["offset"] + b["bytes"] > len(data))

@@ -92,14 +92,14 @@ class TeacherRow:
     """A sequence to fit teacher codecs on: captured states [S, m*d], last states [S, d], positions [P]."""
 
     features: torch.Tensor
-    last: torch.Tensor
+    last_hidden_state: torch.Tensor
     positions: np.ndarray
 
 
 def last_state_sample(rows: Sequence[TeacherRow]) -> Sample:
     """What a codec of last states is fitted on: the states at the teacher positions."""
     used = [row for row in rows if len(row.positions)]
-    return [(row.last[torch.from_numpy(row.positions)], bool(row.positions[0] == 0)) for row in used]
+    return [(row.last_hidden_state[torch.from_numpy(row.positions)], bool(row.positions[0] == 0)) for row in used]
 
 
 class Codec(ABC):
@@ -205,7 +205,7 @@ class Codec(ABC):
     ) -> torch.Tensor:
         """Bytes to [R, C]. ValueError if the payload does not hold `rows` rows."""
 
-    def coordinates(self, values: torch.Tensor) -> torch.Tensor:
+    def components(self, values: torch.Tensor) -> torch.Tensor:
         """What a perfect decoding of `values` [R, W] would return, [R, C] float32."""
         return values.float()
 
@@ -226,12 +226,12 @@ class Codec(ABC):
 
     @property
     def projection(self) -> torch.Tensor | None:
-        """P [C, W] if what is decoded are coordinates P x of the states x, else None."""
+        """P [C, W] if what is decoded are components P x of the states x, else None."""
         return None
 
     @property
-    def lift(self) -> torch.Tensor | None:
-        """[W, C]: states out of coordinates, in the least-squares sense; None where `projection` is."""
+    def unprojection(self) -> torch.Tensor | None:
+        """[W, C]: states out of components, in the least-squares sense; None where `projection` is."""
         return None
 
 
@@ -253,7 +253,7 @@ class LossyCodec(Codec):
     inline_dtype: ClassVar[torch.dtype] = torch.bfloat16
 
     @abstractmethod
-    def encode_rows(self, coordinates: torch.Tensor) -> bytes:
+    def encode_rows(self, components: torch.Tensor) -> bytes:
         """[R, C] float32 to bytes."""
 
     @abstractmethod
@@ -261,14 +261,14 @@ class LossyCodec(Codec):
         """Bytes to [R, C], float32 or bfloat16."""
 
     def encode(self, values: torch.Tensor, *, first: bool = False) -> bytes:
-        coordinates = self.coordinates(values)
-        if not first or len(coordinates) == 0:
-            return bytes([NO_FIRST]) + self.encode_rows(coordinates)
-        shared, first_row = self.tensors.get("first_row"), coordinates[0].cpu()
+        components = self.components(values)
+        if not first or len(components) == 0:
+            return bytes([NO_FIRST]) + self.encode_rows(components)
+        shared, first_row = self.tensors.get("first_row"), components[0].cpu()
         if shared is not None and is_same_first_row(first_row, shared):
-            return bytes([SHARED_FIRST]) + self.encode_rows(coordinates[1:])
+            return bytes([SHARED_FIRST]) + self.encode_rows(components[1:])
         inline = raw_bytes(first_row.to(self.inline_dtype))
-        return bytes([INLINE_FIRST]) + inline + self.encode_rows(coordinates[1:])
+        return bytes([INLINE_FIRST]) + inline + self.encode_rows(components[1:])
 
     def decode(
         self,

@@ -1,7 +1,7 @@
-"""Which directions of the captured states drafters look at. W captured width, d hidden size, C directions, R rows.
+"""Which components of the captured states drafters look at. W captured width, d hidden size, C components, R rows.
 
 A drafter sees its features x only through its context projection F [d, W]. With S the covariance of the states, the
-error that C coordinates leave in F x is least, over all linear ways to keep them, for the leading eigenvectors of
+error that C components leave in F x is least, over all linear ways to keep them, for the leading eigenvectors of
 S^1/2 F^T F S^1/2. A fresh drafter will look a little elsewhere than the pilot did, and several pilots look at several
 things, so the reader whose error counts is their sum, each by its share of what it reads, and a small part of one that
 reads all channels alike:
@@ -25,13 +25,13 @@ from storage.errors import StorageError
 DEFAULT_PRIOR = 0.1
 
 
-def reader_directions(
+def leading_components(
     projections: Sequence[torch.Tensor], sample: Sample, count: int, *, prior: float = DEFAULT_PRIOR
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """P [C, W] and the share of the readers' variance that each of its coordinates carries [C], strongest first.
+    """P [C, W] and the share of the readers' variance that each of its components carries [C], strongest first.
 
     `projections`: F_i [d, W] of trained pilots, on the device that does the work; `sample`: sequences of states [R, W],
-    read several times, first tokens left out of all statistics. Coordinates P x are uncorrelated, of one variance (as
+    read several times, first tokens left out of all statistics. Components P x are uncorrelated, of one variance (as
     far as the sample knows), and together about as large in absolute value as the states.
 
     Raises ValueError for a count outside 1..W.
@@ -42,7 +42,7 @@ def reader_directions(
     unseen = torch.diag(covariance.diagonal()) - covariance
     covariance += unseen * (width / (width + _count(sample)))
     if not 1 <= count <= width:
-        raise StorageError(f"{count} directions asked for; the captured states have {width}")
+        raise StorageError(f"{count} components asked for; the captured states have {width}")
     spread = covariance.diagonal().clamp_min(1e-12)
     metric = torch.diag(prior / spread / width)
     for projection in projections:
@@ -51,10 +51,10 @@ def reader_directions(
     values, vectors = torch.linalg.eigh(covariance)
     values = values.clamp_min(1e-9 * values.max()).sqrt()
     root, inverse_root = vectors * values @ vectors.t(), vectors / values @ vectors.t()
-    shares, directions = torch.linalg.eigh(root @ metric @ root)
-    shares, directions = shares.flip(0)[:count], directions.flip(1)[:, :count].t()
-    directions *= torch.sign(directions.gather(1, directions.abs().argmax(1, keepdim=True)))
-    chosen = directions @ inverse_root
+    shares, components = torch.linalg.eigh(root @ metric @ root)
+    shares, components = shares.flip(0)[:count], components.flip(1)[:, :count].t()
+    components *= torch.sign(components.gather(1, components.abs().argmax(1, keepdim=True)))
+    chosen = components @ inverse_root
     total = sum((x @ chosen.t()).abs().sum() for x in _rows(sample, device))
     scale = magnitude / (total / _count(sample))
     return (scale * chosen).float().cpu().contiguous(), (shares / (len(projections) + prior)).float().cpu()

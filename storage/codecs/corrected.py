@@ -19,8 +19,8 @@ METRIC_STATES = 2048  # states that the head's metric is averaged over
 
 @register
 class Corrected(TopCorrected):
-    """`step`: of all coordinates alike, in the metric in which the squared error is the variance of the logit error
-    under the teacher, lifted by `ridge` (see Transform). `top` tokens are corrected (0: none), in steps of
+    """`step`: of all components alike, in the metric in which the squared error is the variance of the logit error
+    under the teacher, raised by `ridge` (see Transform). `top` tokens are corrected (0: none), in steps of
     1/`resolution` nat."""
 
     name = "corrected"

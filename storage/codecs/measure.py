@@ -26,9 +26,9 @@ def snr_db(exact: torch.Tensor, coded: torch.Tensor) -> float:
 
 
 def measure(codec: Codec, sample: Sample, *, layers: int = 1) -> dict[str, Any]:
-    """Bytes a token, bits a value, SNR over all coordinates and by layer, largest error; first tokens left out.
+    """Bytes a token, bits a value, SNR over all components and by layer, largest error; first tokens left out.
 
-    By layer where the codec returns states; codecs that keep coordinates are judged on those.
+    By layer where the codec returns states; codecs that keep components are judged on those.
     """
     exact, coded, size, rows = [], [], 0, 0
     for values, first in sample:
@@ -37,7 +37,7 @@ def measure(codec: Codec, sample: Sample, *, layers: int = 1) -> dict[str, Any]:
         payload = codec.encode(values, first=first)
         size, rows = size + len(payload), rows + len(values)
         start = 1 if first else 0
-        exact.append(codec.coordinates(values)[start:])
+        exact.append(codec.components(values)[start:])
         coded.append(codec.decode(payload, len(values), dtype=torch.float32)[start:])
     a, b = torch.cat(exact), torch.cat(coded)
     found: dict[str, Any] = {
@@ -61,10 +61,10 @@ def measure_teacher(codec: Codec, rows: Sequence[TeacherRow], *, temperature: fl
         found = measure(codec, last_state_sample(rows))
     exact, stored, size = [], [], 0
     for row in rows:
-        payload = codec.encode_teacher(row.features, row.last, row.positions)
+        payload = codec.encode_teacher(row.features, row.last_hidden_state, row.positions)
         size += len(payload)
         decoded = codec.decode_teacher(payload, row.positions, dtype=torch.float32)
-        exact.append(row.last[torch.from_numpy(row.positions)])
+        exact.append(row.last_hidden_state[torch.from_numpy(row.positions)])
         stored.append(decoded if codec.target is None else recomputed_states(decoded, row.positions, codec.target))
     positions = sum(map(len, exact))
     found |= {"rows": positions, "bytes_per_token": round(size / positions, 2)}

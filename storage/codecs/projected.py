@@ -15,11 +15,11 @@ from storage.errors import StorageError
 
 @register
 class Projected(Quantised):
-    """Coordinates P x for a given `projection` P [C, W], strongest first, and the `shares` [C] of what is read of the
+    """Components P x for a given `projection` P [C, W], strongest first, and the `shares` [C] of what is read of the
     states that each carries (equal if they are not given).
 
-    The step of coordinate c is `step` * (s_d / s_c) ** `focus` of its standard deviations, s_d the share of the d-th
-    coordinate (d hidden size). With a focus of 1/2 all coordinates leave the same error in what is read, which is the
+    The step of component c is `step` * (s_d / s_c) ** `focus` of its standard deviations, s_d the share of the d-th
+    component (d hidden size). With a focus of 1/2 all components leave the same error in what is read, which is the
     least error for the bits that it takes (reverse water-filling); with 0 each is kept alike, read or not.
     """
 
@@ -38,28 +38,28 @@ class Projected(Quantised):
     ) -> Self:
         codec = cls(width=width, settings=settings)
         if not tensors or "projection" not in tensors:
-            raise StorageError('codec "projected" needs the pilot\'s directions: pass tensors={"projection": [C, W]}')
+            raise StorageError('codec "projected" needs the pilot\'s components: pass tensors={"projection": [C, W]}')
         projection = tensors["projection"].float()
         if projection.ndim != 2 or projection.shape[1] != width:
             raise StorageError(f"the projection is {tuple(projection.shape)}, expected [C, {width}]")
-        directions = codec.settings["directions"] or len(projection)
-        if directions > len(projection):
-            raise StorageError(f"directions = {directions}, but the projection has {len(projection)} rows")
-        codec.tensors["forward"] = projection[:directions].contiguous()
-        coordinates = gather(sample, codec.coordinates)
-        codec.tensors["inverse"] = _least_squares(gather(sample), coordinates)
-        relative = torch.ones(directions)
+        count = codec.settings["directions"] or len(projection)
+        if count > len(projection):
+            raise StorageError(f"directions = {count}, but the projection has {len(projection)} rows")
+        codec.tensors["forward"] = projection[:count].contiguous()
+        components = gather(sample, codec.components)
+        codec.tensors["inverse"] = _least_squares(gather(sample), components)
+        relative = torch.ones(count)
         if "shares" in tensors:
-            shares = tensors["shares"].float()[:directions].clamp_min(1e-12)
-            relative = (shares[min(directions, width // layers) - 1] / shares).pow(codec.settings["focus"])
-        codec.fit_steps(coordinates, codec.settings["step"] * relative * coordinates.std(0, correction=0))
+            shares = tensors["shares"].float()[:count].clamp_min(1e-12)
+            relative = (shares[min(count, width // layers) - 1] / shares).pow(codec.settings["focus"])
+        codec.fit_steps(components, codec.settings["step"] * relative * components.std(0, correction=0))
         codec.fit_first_row(sample)
         return codec
 
 
-def _least_squares(states: torch.Tensor, coordinates: torch.Tensor) -> torch.Tensor:
+def _least_squares(states: torch.Tensor, components: torch.Tensor) -> torch.Tensor:
     """L [W, C] bfloat16 that minimises the sum of |x - L y|² over rows x of [R, W], y of [R, C], with a small ridge."""
-    y = coordinates.double()
+    y = components.double()
     gram = y.t() @ y
     gram.diagonal().add_(1e-4 * gram.diagonal().mean())
     return torch.linalg.solve(gram, y.t() @ states.double()).t().to(torch.bfloat16).contiguous()

@@ -18,7 +18,7 @@ from storage.errors import StorageError
 
 
 class Quantised(LossyCodec):
-    """Codes coordinates whose `mean`, `step` [C] and optionally `forward` [C, W] and `inverse` [W, C] are fitted
+    """Codes components whose `mean`, `step` [C] and optionally `forward` [C, W] and `inverse` [W, C] are fitted
     (or [k, W/k, W/k], the diagonal blocks of such a matrix)."""
 
     inline_dtype = torch.float32
@@ -57,7 +57,7 @@ class Quantised(LossyCodec):
         return None if self._restores else dense(self.tensors.get("forward"))
 
     @property
-    def lift(self) -> torch.Tensor | None:
+    def unprojection(self) -> torch.Tensor | None:
         return None if self._restores else dense(self.tensors.get("inverse"))
 
     @property
@@ -68,11 +68,11 @@ class Quantised(LossyCodec):
         values = values.float()
         return apply(self.tensor_on("forward", values.device), values) if "forward" in self.tensors else values
 
-    def coordinates(self, values: torch.Tensor) -> torch.Tensor:
+    def components(self, values: torch.Tensor) -> torch.Tensor:
         return values.float() if self._restores else self._forward(values)
 
-    def encode_rows(self, coordinates: torch.Tensor) -> bytes:
-        values = self._forward(coordinates) if self._restores else coordinates
+    def encode_rows(self, components: torch.Tensor) -> bytes:
+        values = self._forward(components) if self._restores else components
         mean, step = self.tensor_on("mean", values.device), self.tensor_on("step", values.device)
         codes = ((values - mean) / step).round_().clamp_(-(2**30), 2**30).to(torch.int32)
         return pack(codes.t().cpu().numpy(), self._classes, level=self.settings["level"])
@@ -87,17 +87,17 @@ class Quantised(LossyCodec):
             return apply(inverse, torch.addcmul(mean[:, None], codes.to(torch.float32), step[:, None]).t())
         return torch.addmm(inverse @ mean, codes.to(torch.float32).t(), (inverse * step).t())
 
-    def fit_steps(self, coordinates: torch.Tensor, step: torch.Tensor | float) -> None:
-        """Means, steps ([C] or one for all, in units of the coordinates) and packing classes from [R, C]."""
-        mean = coordinates.mean(0)
-        deviation = (coordinates - mean).square().mean(0).sqrt()
+    def fit_steps(self, components: torch.Tensor, step: torch.Tensor | float) -> None:
+        """Means, steps ([C] or one for all, in units of the components) and packing classes from [R, C]."""
+        mean = components.mean(0)
+        deviation = (components - mean).square().mean(0).sqrt()
         steps = torch.as_tensor(step, dtype=torch.float32).expand(len(mean)).clamp_min(1e-12).clone()
         self.tensors["mean"], self.tensors["step"] = mean, steps
         self._classes = choose_classes((deviation / steps).numpy())
         self.tensors["classes"] = torch.from_numpy(self._classes)
 
     def fit_first_row(self, sample: Sample) -> None:
-        firsts = [self.coordinates(values[:1])[0] for values, first in sample if first and len(values)]
+        firsts = [self.components(values[:1])[0] for values, first in sample if first and len(values)]
         row = common_first_row(firsts)
         if row is not None:
             self.tensors["first_row"] = row

@@ -50,9 +50,9 @@ class Scaled(LossyCodec):
             codec.tensors["first_row"] = row.to(torch.bfloat16)
         return codec
 
-    def encode_rows(self, coordinates: torch.Tensor) -> bytes:
+    def encode_rows(self, components: torch.Tensor) -> bytes:
         group = self.settings["group"]
-        groups = coordinates.reshape(len(coordinates), self.width // group, group)
+        groups = components.reshape(len(components), self.width // group, group)
         exact = (groups.abs().amax(-1, keepdim=True) / self.top).clamp_min(1e-30)
         scales = exact.to(torch.bfloat16)
         scales = torch.where(scales.float() < exact, scales * 1.0078125, scales).to(torch.bfloat16)

@@ -1,8 +1,8 @@
 """Small integers to bytes: packed to suit their spread, then zstd.
 
-zstd's Huffman stage codes whole bytes and so cannot go below one bit for each: coordinates whose integers are small
+zstd's Huffman stage codes whole bytes and so cannot go below one bit for each: components whose integers are small
 are packed two or four to a byte first, which brings the stage within a few hundredths of a bit of the entropy.
-C coordinates, R rows. Codes are coordinate-major, so that neighbours in the stream have the same distribution.
+C components, R rows. Codes are component-major, so that neighbours in the stream have the same distribution.
 
 Stream: R and five section sizes as LEB128, then the sections, each a zstd frame (or nothing):
 wide codes (i8, escape -128), nibble codes (two a byte, low half first, -7..7, escape -8), pair codes (four a byte,
@@ -33,7 +33,7 @@ TABLES = {NIBBLE: _unpacking_table(2), PAIR: _unpacking_table(4)}
 
 
 def choose_classes(deviation_in_steps: np.ndarray) -> np.ndarray:
-    """A packing class for each coordinate [C] by its standard deviation in steps; sorted only if the input is."""
+    """A packing class for each component [C] by its standard deviation in steps; sorted only if the input is."""
     return np.where(deviation_in_steps > 2.4, WIDE, np.where(deviation_in_steps > 0.42, NIBBLE, PAIR)).astype(np.uint8)
 
 

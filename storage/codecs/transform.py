@@ -18,7 +18,7 @@ class Transform(Quantised):
     """Steps are `step` standard deviations of each channel (equal relative error in every captured channel).
 
     `decorrelate`: "none", "layer" or "joint". `metric`: "variance" (channels count by 1/variance), "raw" (by their
-    energy), "given" (by the matrix M [W, W] handed to fit: the loss is e^T M e; one step serves all coordinates). To M
+    energy), "given" (by the matrix M [W, W] handed to fit: the loss is e^T M e; one step serves all components). To M
     the mean of its diagonal times `ridge` is added on the diagonal: a metric averaged over a sample is blind to what
     rare tokens need.
     """
@@ -95,7 +95,7 @@ def _squeeze(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _principal(centred: torch.Tensor) -> torch.Tensor:
-    """Principal directions of [R, n], strongest first, as rows [n, n]; signs fixed by the largest component."""
+    """Principal components of [R, n], strongest first, as rows [n, n]; signs fixed by the largest component."""
     covariance = (centred.double().t() @ centred.double()) / len(centred)
     vectors = torch.linalg.eigh(covariance).eigenvectors.flip(1).t()
     signs = torch.sign(vectors.gather(1, vectors.abs().argmax(1, keepdim=True)))
@@ -103,7 +103,7 @@ def _principal(centred: torch.Tensor) -> torch.Tensor:
 
 
 def _roots(metric: torch.Tensor, ridge: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric square root of a metric, lifted by `ridge` times its mean eigenvalue, and the root's inverse."""
+    """Symmetric square root of a metric, raised by `ridge` times its mean eigenvalue, and the root's inverse."""
     values, vectors = torch.linalg.eigh(metric.double())
     values = (values.clamp_min(0) + max(ridge, 1e-6) * values.mean()).sqrt()
     return (vectors * values @ vectors.t()).float(), (vectors / values @ vectors.t()).float()

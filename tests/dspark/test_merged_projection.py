@@ -102,7 +102,7 @@ def test_the_targets_upper_layers_run_alone(kind: str) -> None:
     captured = target.capture(torch.arange(3, 43)[None])
     tail = pickle.loads(pickle.dumps(TargetTail(target)))  # as a worker process gets it
     again = tail(captured.features[0, :, -target.hidden_size :])
-    torch.testing.assert_close(again, captured.last[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(again, captured.last_hidden_state[0], rtol=1e-4, atol=1e-4)
 
 
 def test_a_target_whose_upper_layers_do_not_run_alone_is_refused() -> None:

@@ -36,7 +36,7 @@ def test_features_are_layer_outputs_and_last_is_after_the_norm(tied: bool) -> No
     own = target.model(input_ids=ids, output_hidden_states=True)
     expected = torch.cat([own.hidden_states[layer + 1] for layer in target.layer_ids], -1)
     torch.testing.assert_close(captured.features, expected)
-    torch.testing.assert_close(captured.last, own.hidden_states[-1])
+    torch.testing.assert_close(captured.last_hidden_state, own.hidden_states[-1])
     torch.testing.assert_close(captured.logits, own.logits)
 
 
@@ -49,7 +49,9 @@ def test_a_batch_of_mixed_lengths_equals_one_by_one() -> None:
     for index, row in enumerate(rows):
         alone = target.capture(row[None])
         torch.testing.assert_close(batched.features[index, : len(row)], alone.features[0], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(batched.last[index, : len(row)], alone.last[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            batched.last_hidden_state[index, : len(row)], alone.last_hidden_state[0], atol=1e-5, rtol=1e-5
+        )
 
 
 def test_left_padding_keeps_its_mask() -> None:
@@ -58,7 +60,10 @@ def test_left_padding_keeps_its_mask() -> None:
     ids = torch.cat([torch.zeros(3, dtype=torch.long), row])[None]
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]])
     torch.testing.assert_close(
-        target.capture(ids, mask).last[0, 3:], target.capture(row[None]).last[0], atol=1e-5, rtol=1e-5
+        target.capture(ids, mask).last_hidden_state[0, 3:],
+        target.capture(row[None]).last_hidden_state[0],
+        atol=1e-5,
+        rtol=1e-5,
     )
 
 

@@ -86,7 +86,7 @@ def samples_of(target: Target, prompts: Sequence[Sequence[int]], answers: Sequen
                 spans=[(len(prompt), ids.shape[1])],
                 features=captured.features[0],
                 teacher_positions=torch.arange(ids.shape[1]),
-                teacher=Teacher(last_hidden_state=captured.last[0]),
+                teacher=Teacher(last_hidden_state=captured.last_hidden_state[0]),
             )
         )
     return samples

@@ -85,7 +85,7 @@ def drafter_for(target: Target, draft_vocab: int | None) -> DSpark:
     head = drafter.markov_head
     assert head is not None
     for start in range(0, len(tokens), 4096):
-        alone = target.capture(tokens[start : start + 4096]).last[:, 0]
+        alone = target.capture(tokens[start : start + 4096]).last_hidden_state[:, 0]
         head.markov_w1.weight[start : start + 4096, : target.hidden_size] = alone
     head.markov_w2.weight[:, : target.hidden_size] = target.lm_head.weight
     drafter.norm.weight.fill_(0.4)

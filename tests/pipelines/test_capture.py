@@ -9,7 +9,7 @@ import yaml
 
 from pipelines.settings import load_settings
 from pipelines.stages import capture
-from pipelines.stages.capture import CaptureUnit, CaptureWorker, Conversation, FitUnit
+from pipelines.stages.capture import CaptureItem, CaptureWorker, Conversation, FitItem
 from pipelines.target_facts import examine_target
 from storage.cache.target_cache import CachePlan, CodecSpec, NonFiniteState, TargetCache, create_or_resume, finish
 
@@ -48,7 +48,7 @@ def plan_of(facts: Any, settings: Any, codec: str) -> CachePlan:
         spans=[row.spans for row in rows],
         features=CodecSpec(name=codec),
         teacher=CodecSpec(name=codec),
-        unit_tokens=100,
+        tokens_per_shard=100,
     )
 
 
@@ -59,9 +59,9 @@ def build(root: Path, settings: Any, codec: str = "bf16") -> TargetCache:
     if codec == "bf16":
         create_or_resume(root, plan)
     else:
-        worker.run(FitUnit(rows=tuple(rows), plan=plan))
-    for number, (start, stop) in enumerate(plan.units):
-        worker.run(CaptureUnit(number=number, rows=tuple(rows[start:stop]), audit=frozenset()))
+        worker.run(FitItem(rows=tuple(rows), plan=plan))
+    for number, (start, stop) in enumerate(plan.shards):
+        worker.run(CaptureItem(number=number, rows=tuple(rows[start:stop]), audit=frozenset()))
     finish(root)
     return TargetCache.open(root)
 
@@ -73,7 +73,7 @@ def test_batched_rows_equal_rows_alone(tmp_path: Path, settings: Any) -> None:
         assert (stored.sample_id, list(stored.spans), stored.extra) == (row.sample_id, row.spans, row.extra)
         alone = target.capture(torch.tensor([row.input_ids]))
         torch.testing.assert_close(stored.features, alone.features[0].bfloat16(), rtol=2**-7, atol=1e-3)
-        last = alone.last[0, stored.teacher_positions].bfloat16()
+        last = alone.last_hidden_state[0, stored.teacher_positions].bfloat16()
         torch.testing.assert_close(stored.last_hidden_state, last, rtol=2**-7, atol=1e-3)
 
 
@@ -125,6 +125,6 @@ def test_an_infinite_state_names_unit_and_row(tmp_path: Path, settings: Any, mon
         return states
 
     monkeypatch.setattr(worker.target, "capture", broken)
-    with pytest.raises(NonFiniteState, match=r"unit 0 .*'row-1'.* hold inf at token 3, channel 7"):
-        worker.run(CaptureUnit(number=0, rows=tuple(conversations()[:5]), audit=frozenset()))
+    with pytest.raises(NonFiniteState, match=r"shard 0 .*'row-1'.* hold inf at token 3, channel 7"):
+        worker.run(CaptureItem(number=0, rows=tuple(conversations()[:5]), audit=frozenset()))
     assert list((tmp_path / "cache" / "shards").iterdir()) == []

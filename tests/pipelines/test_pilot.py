@@ -61,7 +61,7 @@ def test_a_projected_cache_is_made_and_trained_from(folder: Path, toy_folder: Pa
     assert done["pilot"].result["steps"] == {"dspark": 3, "eagle3": 3}
     root = Path(settings.run.directory)
     cache = TargetCache.open(root / "cache")
-    kept = load_file(root / "pilot" / "directions.safetensors")
+    kept = load_file(root / "pilot" / "components.safetensors")
     assert cache.projection is not None
     assert torch.equal(cache.projection, kept["projection"][:48])  # three quarters of 64
     row = cache.row(0)
@@ -84,7 +84,7 @@ def test_an_exact_cache_is_recoded_as_the_pilot_found(
     """The states that the pilot saw, coded anew as the cache of the run above."""
     settings = settings_for(folder, toy_folder, cache=PROJECTED, pilot=PILOT)
     done, new = settings.run.directory, str(tmp_path / "new")
-    command = ["cache", "recode", f"{done}/pilot/cache", new, "--features", "projected:directions=48"]
+    command = ["cache", "recode", f"{done}/pilot/cache", new, "--features", "projected:components=48"]
     assert dspark(*command, "--teacher", "corrected") == 2
     assert "give it too (--target)" in capsys.readouterr().err
     assert dspark(*command, "--pilot", done, "--teacher", "corrected", "--target", str(toy_folder)) == 0
@@ -142,7 +142,7 @@ def test_another_pilot_is_another_cache(folder: Path, toy_folder: Path) -> None:
 
 
 def test_an_eagle3_drafter_is_trained_from_the_same_cache(folder: Path, toy_folder: Path) -> None:
-    """Both pilots had their say in the directions, so the cache is the same one for either drafter."""
+    """Both pilots had their say in the components, so the cache is the same one for either drafter."""
     settings = settings_for(folder, toy_folder, cache=PROJECTED, pilot=PILOT)
     other = pilot_settings(settings, "eagle3")
     assert other.drafter.algorithm == "eagle3"
@@ -181,7 +181,7 @@ def test_a_bound_that_no_loss_meets_keeps_everything(folder: Path, toy_folder: P
 def test_other_teachers_and_unfolded_transforms_are_trained_from(
     toy_folder: Path, tmp_path: Path, teacher: str
 ) -> None:
-    """A cache for any drafter: all of the states, in transformed coordinates, without a pilot."""
+    """A cache for any drafter: all of the states, in transformed components, without a pilot."""
     settings = settings_for(
         tmp_path,
         toy_folder,

@@ -12,7 +12,7 @@ from pipelines.progress import Reporter
 from pipelines.runs.plan import make_plan, plan_text
 from pipelines.runs.run import Run
 from pipelines.settings import Settings, settings_from_dict
-from pipelines.stages.capture import CaptureUnit, CaptureWorker, Conversation, FitUnit
+from pipelines.stages.capture import CaptureItem, CaptureWorker, Conversation, FitItem
 from pipelines.target_facts import examine_target
 from storage.cache.target_cache import CachePlan, CodecSpec, TargetCache, finish
 from storage.codecs.registry import HIDDEN_STATES, TEACHER, codec_names
@@ -143,8 +143,8 @@ def test_a_codec_from_one_file_of_one_s_own(tmp_path: Path, toy_folder: Path) ->
         },
     )
     worker = CaptureWorker(wanted, facts, str(tmp_path / "cache"))
-    worker.run(FitUnit(rows=tuple(rows), plan=cache_plan))
-    worker.run(CaptureUnit(number=0, rows=tuple(rows), audit=frozenset()))
+    worker.run(FitItem(rows=tuple(rows), plan=cache_plan))
+    worker.run(CaptureItem(number=0, rows=tuple(rows), audit=frozenset()))
     finish(tmp_path / "cache")
     stored = TargetCache.open(tmp_path / "cache")
     assert stored.info()["codecs"]["features"]["settings"] == {"step": 0.25}

@@ -17,7 +17,7 @@ from storage.cache.target_cache import (
     create_or_resume,
     finish,
     fit_codec,
-    write_unit,
+    write_shard,
 )
 
 LAYERS, HIDDEN = 3, 32
@@ -37,7 +37,7 @@ def make_row(sample_id: str, length: int) -> CacheRow:
         input_ids=torch.randint(0, 1000, (length,), generator=generator),
         spans=spans,
         features=features.to(torch.bfloat16),
-        last=torch.randn(length, HIDDEN, generator=generator).to(torch.bfloat16),
+        last_hidden_state=torch.randn(length, HIDDEN, generator=generator).to(torch.bfloat16),
         extra={"domain": "test", "number": length},
     )
 
@@ -46,7 +46,7 @@ def make_rows(samples: list[tuple[str, int]] = SAMPLES) -> list[CacheRow]:
     return [make_row(*sample) for sample in samples]
 
 
-def make_plan(codec: str = "bf16", *, unit_tokens: int = 80, **changes: object) -> CachePlan:
+def make_plan(codec: str = "bf16", *, tokens_per_shard: int = 80, **changes: object) -> CachePlan:
     spec = CodecSpec(name=codec)
     options: dict[str, object] = {
         "contract": {"target_name": "tiny", "target_layer_ids": [0, 1, 2]},
@@ -56,7 +56,7 @@ def make_plan(codec: str = "bf16", *, unit_tokens: int = 80, **changes: object) 
         "samples": SAMPLES,
         "features": spec,
         "teacher": spec,
-        "unit_tokens": unit_tokens,
+        "tokens_per_shard": tokens_per_shard,
     }
     return CachePlan(**{**options, **changes})  # type: ignore[arg-type]
 
@@ -67,21 +67,21 @@ def fit(plan: CachePlan) -> Codecs:
     features = fit_codec(
         plan.features, [(r.features.flatten(1), True) for r in rows], width=LAYERS * HIDDEN, layers=LAYERS
     )
-    teacher = fit_codec(plan.teacher, [(r.last, True) for r in rows], width=HIDDEN)
+    teacher = fit_codec(plan.teacher, [(r.last_hidden_state, True) for r in rows], width=HIDDEN)
     return Codecs(features=features, teacher=teacher)
 
 
-def rows_of(plan: CachePlan, unit: int) -> Iterator[CacheRow]:
-    start, stop = plan.units[unit]
+def rows_of(plan: CachePlan, shard: int) -> Iterator[CacheRow]:
+    start, stop = plan.shards[shard]
     return (make_row(*sample) for sample in plan.samples[start:stop])
 
 
 def build(root: Path | str, plan: CachePlan | None = None) -> CachePlan:
     plan = plan or make_plan()
     done = create_or_resume(root, plan, lambda: fit(plan))
-    for unit in range(len(plan.units)):
-        if unit not in done:
-            write_unit(root, unit, rows_of(plan, unit))
+    for shard in range(len(plan.shards)):
+        if shard not in done:
+            write_shard(root, shard, rows_of(plan, shard))
     finish(root)
     return plan
 

@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch
 from cache_builders import SAMPLES, fit, make_row, rows_of
 
-from storage.cache.target_cache import CachePlan, TargetCache, create_or_resume, finish, write_unit
+from storage.cache.target_cache import CachePlan, TargetCache, create_or_resume, finish, write_shard
 from storage.checkpoints import complete_checkpoints, save_checkpoint
 
 LENGTH_OF = dict(SAMPLES)
@@ -42,9 +42,9 @@ def build_until_killed(root: str, plan: CachePlan, event: int) -> None:
     os.fsync, os.replace = around(os.fsync), around(os.replace)  # type: ignore[assignment]
     torch.set_num_threads(1)
     done = create_or_resume(root, plan, lambda: fit(plan))
-    for unit in range(len(plan.units)):
-        if unit not in done:
-            write_unit(root, unit, (row for row in rows_of(plan, unit) if maybe_die() is None))
+    for shard in range(len(plan.shards)):
+        if shard not in done:
+            write_shard(root, shard, (row for row in rows_of(plan, shard) if maybe_die() is None))
     finish(root)
 
 
@@ -124,14 +124,14 @@ class Events:
 
 
 def drive(root: str, plan: CachePlan, workers: int, kill: Kill | None = None, counts: str | None = None) -> None:
-    """A driver and its workers, each a process of its own: workers write units, a dead one's are given to the next.
+    """A driver and its workers, each a process of its own: workers write shards, a dead one's are given to the next.
 
     With `counts`, a folder, processes leave the number of their events there, and word of a worker's death.
     """
     torch.set_num_threads(1)
     events = Events(kill if kill is not None and kill.victim == "driver" else None)
     create_or_resume(root, plan, lambda: fit(plan))
-    while left := sorted(set(range(len(plan.units))) - create_or_resume(root, plan)):
+    while left := sorted(set(range(len(plan.shards))) - create_or_resume(root, plan)):
         children = []
         for number in range(workers):
             child = os.fork()
@@ -148,11 +148,11 @@ def drive(root: str, plan: CachePlan, workers: int, kill: Kill | None = None, co
         (Path(counts) / "driver").write_text(str(events.count))
 
 
-def _work(root: str, plan: CachePlan, units: list[int], kill: Kill | None, counts: str | None) -> NoReturn:
+def _work(root: str, plan: CachePlan, shards: list[int], kill: Kill | None, counts: str | None) -> NoReturn:
     try:
         events = Events(kill if kill is not None and kill.victim == "worker" else None)
-        for unit in units:
-            write_unit(root, unit, (row for row in rows_of(plan, unit) if events.happened() is None))
+        for shard in shards:
+            write_shard(root, shard, (row for row in rows_of(plan, shard) if events.happened() is None))
         if counts:
             (Path(counts) / "worker").write_text(str(events.count))
     finally:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.codecs.base import Codec, StoredTeacher, TargetParts
-from storage.codecs.components import reader_directions
+from storage.codecs.components import leading_components
 from storage.codecs.fitting import dump_codec, fit_codec, load_codec
 from storage.codecs.measure import snr_db, teacher_error
 from storage.codecs.registry import CodecSpec, codec_class, codec_names
@@ -62,7 +62,7 @@ def test_round_trip_after_saving(name: str, options: dict[str, str], first: bool
     decoded = loaded.decode(payload, len(values), dtype=torch.float32)
     assert decoded.shape == (len(values), codec.out_width)
     assert torch.equal(decoded, codec.decode(payload, len(values), dtype=torch.float32))
-    exact = codec.coordinates(values)
+    exact = codec.components(values)
     if first:  # the first token's state is kept exact
         assert torch.allclose(decoded[0], exact[0], rtol=1e-2, atol=1e-2)
     if len(values) > 5:
@@ -77,7 +77,7 @@ def test_measured_error_stands_in_the_description(name: str) -> None:
     assert measured["bits_per_value"] < 10
     fresh = sequences(seed=8)
     codec = fitted(name)
-    exact = torch.cat([codec.coordinates(v)[1:] for v, _ in fresh])
+    exact = torch.cat([codec.components(v)[1:] for v, _ in fresh])
     coded = torch.cat([codec.decode(codec.encode(v, first=True), len(v), dtype=torch.float32)[1:] for v, _ in fresh])
     assert snr_db(exact, coded) == pytest.approx(measured["snr_db"], abs=1.5)
 
@@ -100,7 +100,7 @@ def test_outliers_stay_finite_and_harm_no_other_row(name: str) -> None:
     assert bool(torch.isfinite(decoded).all())
     others = torch.arange(len(values)) != 40
     assert torch.equal(decoded[others], plain[others])
-    exact = codec.coordinates(values)[40]
+    exact = codec.components(values)[40]
     assert (decoded[40] - exact).norm() < 0.05 * exact.norm()
 
 
@@ -113,11 +113,11 @@ def test_the_shared_first_row_is_stored_once(name: str) -> None:
     inline = codec.encode(values, first=True)
     assert len(inline) - len(shared) >= 2 * codec.out_width
     decoded = codec.decode(inline, len(values), dtype=torch.float32)
-    assert torch.allclose(decoded[0], codec.coordinates(values)[0], rtol=5e-3)
+    assert torch.allclose(decoded[0], codec.components(values)[0], rtol=5e-3)
 
 
 @pytest.mark.parametrize("output", ["states", "coordinates"])
-def test_coordinates_unfold_into_states(output: str) -> None:
+def test_components_give_the_states_back(output: str) -> None:
     codec = fitted("transform", output=output)
     values = sequences(seed=4)[0][0]
     decoded = codec.decode(codec.encode(values, first=True), len(values), dtype=torch.float32)
@@ -126,7 +126,7 @@ def test_coordinates_unfold_into_states(output: str) -> None:
 
 
 def test_a_projection_folds_without_bias() -> None:
-    """A consumer F on coordinates equals F P on states, up to the quantiser's error."""
+    """A consumer F on components equals F P on states, up to the quantiser's error."""
     codec = fitted("projected", step=0.001)
     consumer = torch.randn(16, codec.out_width, generator=torch.Generator().manual_seed(1))
     values = sequences(seed=4)[0][0]
@@ -204,16 +204,16 @@ def test_unknown_names_and_settings_are_named() -> None:
         fit_codec(CodecSpec(name="projected"), sequences(), width=WIDTH)
 
 
-def test_directions_keep_what_readers_read() -> None:
+def test_components_keep_what_drafters_read() -> None:
     """Against the best of the linear reductions for one reader: those of a regression of F x on x of full rank."""
     sample = sequences(count=8, length=200)
     states = torch.cat([values[1:].float() for values, _ in sample])
     reader = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(6))
-    projection, shares = reader_directions([reader], sample, 30, prior=1e-6)
-    assert shares[:20].sum() == pytest.approx(1.0, abs=1e-3)  # twenty outputs have twenty directions
-    coordinates = states @ projection[:20].t()
+    projection, shares = leading_components([reader], sample, 30, prior=1e-6)
+    assert shares[:20].sum() == pytest.approx(1.0, abs=1e-3)  # twenty outputs have twenty components
+    components = states @ projection[:20].t()
     read = states @ reader.t()
-    again = coordinates @ torch.linalg.lstsq(coordinates, read).solution
+    again = components @ torch.linalg.lstsq(components, read).solution
     assert (again - read).norm() < 1e-2 * read.norm()
     centred = states - states.mean(0)
     seen = centred.t() @ centred / len(centred)
@@ -226,32 +226,32 @@ def test_directions_keep_what_readers_read() -> None:
 
 
 def test_what_few_rows_take_for_constant_is_not_amplified() -> None:
-    """Fewer rows than channels: the sample spans no more than 99 directions, other rows have as much in the others."""
+    """Fewer rows than channels: the sample spans no more than 99 components, other rows have as much in the others."""
     few, others = sequences(count=1, length=100, seed=1), sequences(count=8, length=200, seed=2)
     reader = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(6))
-    projection, _ = reader_directions([reader], few, WIDTH)
+    projection, _ = leading_components([reader], few, WIDTH)
     spread = (torch.cat([values[1:].float() for values, _ in others]) @ projection.t()).std(0)
     assert spread.max() < 10 * spread.median()
 
 
-def test_several_readers_share_the_directions() -> None:
+def test_several_drafters_share_the_components() -> None:
     sample = sequences(count=8, length=200)
     states = torch.cat([values[1:].float() for values, _ in sample])
     one, other = torch.randn(2, 12, WIDTH, generator=torch.Generator().manual_seed(7))
-    projection, _ = reader_directions([one, other], sample, 24, prior=1e-6)
-    coordinates = states @ projection.t()
+    projection, _ = leading_components([one, other], sample, 24, prior=1e-6)
+    components = states @ projection.t()
     for reader in (one, other):
         read = states @ reader.t()
-        again = coordinates @ torch.linalg.lstsq(coordinates, read).solution
+        again = components @ torch.linalg.lstsq(components, read).solution
         assert (again - read).norm() < 1e-2 * read.norm()
     with pytest.raises(ValueError, match="the captured states have 192"):
-        reader_directions([one], sample, WIDTH + 1)
+        leading_components([one], sample, WIDTH + 1)
 
 
 def test_a_projected_codec_gives_the_states_back_where_it_knows_them() -> None:
     sample = sequences(count=8, length=200)
     reader = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(6))
-    projection, _ = reader_directions([reader], sample, 60)
+    projection, _ = leading_components([reader], sample, 60)
     codec = fit_codec(
         CodecSpec(name="projected", settings={"step": 0.05}),
         sample,
@@ -260,9 +260,9 @@ def test_a_projected_codec_gives_the_states_back_where_it_knows_them() -> None:
         tensors={"projection": projection},
     )
     values = sample[2][0]
-    coordinates = codec.decode(codec.encode(values, first=True), len(values), dtype=torch.float32)
-    assert codec.lift is not None
-    read, again = values.float()[1:] @ reader.t(), coordinates[1:] @ codec.lift.t() @ reader.t()
+    components = codec.decode(codec.encode(values, first=True), len(values), dtype=torch.float32)
+    assert codec.unprojection is not None
+    read, again = values.float()[1:] @ reader.t(), components[1:] @ codec.unprojection.t() @ reader.t()
     assert (read - again).norm() < 0.1 * read.norm()
 
 
@@ -273,4 +273,4 @@ def test_32k_tokens_in_one_sequence(name: str) -> None:
     values = torch.cat([base[:1], base[1:].repeat(32, 1)[: 2**15 - 1]])
     decoded = codec.decode(codec.encode(values, first=True), len(values), dtype=torch.float32)
     assert decoded.shape == (2**15, codec.out_width)
-    assert snr_db(codec.coordinates(values)[1:], decoded[1:]) > 15
+    assert snr_db(codec.components(values)[1:], decoded[1:]) > 15

@@ -24,7 +24,7 @@ def bits(states: torch.Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("scope", ["supervised", "all"])
 def test_the_conformance_cache_imports_bit_exact(tmp_path: Path, scope: str) -> None:
-    record = import_deepspec(SOURCE, tmp_path, teacher_scope=scope, unit_tokens=40)  # type: ignore[arg-type]
+    record = import_deepspec(SOURCE, tmp_path, teacher_scope=scope, tokens_per_shard=40)  # type: ignore[arg-type]
     expected = np.load(EXPECTED)
     cache = TargetCache.open(tmp_path)
     assert record["rows"] == len(cache) == 7

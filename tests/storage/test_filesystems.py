@@ -17,7 +17,7 @@ from cache_builders import build, fit, folder_bytes, make_plan, rows_of
 from killed_writers import read_through_copy
 
 from storage.cache import target_cache
-from storage.cache.target_cache import CacheCorrupt, TargetCache, create_or_resume, finish, write_unit
+from storage.cache.target_cache import CacheCorrupt, TargetCache, create_or_resume, finish, write_shard
 from storage.files.filesystems import Folder, StorageFull, temporary_name
 from storage.files.local_copy import LocalCopy
 
@@ -76,8 +76,8 @@ def test_a_full_disk_is_a_clear_error_and_the_build_goes_on(tmp_path: Path, monk
         calls, at = 0, attempt
         try:
             done = create_or_resume(root, plan, lambda: fit(plan))
-            for unit in sorted(set(range(len(plan.units))) - done):
-                write_unit(root, unit, rows_of(plan, unit))
+            for shard in sorted(set(range(len(plan.shards))) - done):
+                write_shard(root, shard, rows_of(plan, shard))
             finish(root)
             break
         except StorageFull as error:
@@ -111,8 +111,8 @@ def test_too_little_free_space_is_seen_before_a_unit_is_written(
     plan = make_plan()
     create_or_resume(tmp_path, plan)
     monkeypatch.setattr(Folder, "free_bytes", lambda self: 1000)
-    with pytest.raises(StorageFull, match=r"unit 0 needs about .* bytes more, 1,000 are free"):
-        write_unit(tmp_path, 0, rows_of(plan, 0))
+    with pytest.raises(StorageFull, match=r"shard 0 needs about .* bytes more, 1,000 are free"):
+        write_shard(tmp_path, 0, rows_of(plan, 0))
 
 
 def test_a_local_copy_is_bounded_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_a_reader_s_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     """Pages of mapped shards are given back: a thousand reads of 30 MB hold no more than the bound."""
     process = psutil.Process()
     samples = [(f"sample-{number:03d}", 4000) for number in range(32)]
-    build(tmp_path, make_plan(samples=samples, unit_tokens=8_000))
+    build(tmp_path, make_plan(samples=samples, tokens_per_shard=8_000))
     monkeypatch.setattr(target_cache, "MAPPED_BYTES", 4 << 20)
     cache = TargetCache.open(tmp_path, check=False)
     cache.raw_row(0)

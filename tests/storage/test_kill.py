@@ -1,4 +1,4 @@
-"""SIGKILL anywhere in a build: the cache ends as the undisturbed one, byte for byte; readers see whole units."""
+"""SIGKILL anywhere in a build: the cache ends as the undisturbed one, byte for byte; readers see whole shards."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from storage.cache import shards
 from storage.cache.plan import CachePlan, Codecs
 from storage.cache.records import CacheRow, teacher_positions
 from storage.cache.shards import StoredRow
-from storage.cache.target_cache import TargetCache, create_or_resume, finish, write_unit
+from storage.cache.target_cache import TargetCache, create_or_resume, finish, write_shard
 from storage.codecs.base import TargetParts, TeacherRow
 from storage.codecs.fitting import fit_codec, fit_teacher
 from storage.codecs.registry import CodecSpec
@@ -31,7 +31,7 @@ CASES: dict[str, tuple[str, str | None, str, dict[str, Any], dict[str, Any]]] = 
     "transform": ("transform", "transform", "all", {}, {}),
     "fine-steps": ("transform", "transform", "all", {"step": 1e-3}, {"step": 1e-3}),
     "layers-apart": ("transform", "corrected", "supervised", {"decorrelate": "layer"}, {"top": 0}),
-    "coordinates": ("transform", "corrected", "all", {"output": "coordinates"}, {}),
+    "components": ("transform", "corrected", "all", {"output": "coordinates"}, {}),
     "default": ("projected", "corrected", "supervised", {"directions": 40}, {}),
     "recomputed": ("transform", "recomputed", "supervised", {}, {}),
     "sparse": ("int8", "sparse", "all", {}, {}),
@@ -49,7 +49,7 @@ def rows_of(teacher: str | None) -> list[CacheRow]:
     rows = [make_row(*sample) for sample in SAMPLES]
     rows[4].features[3, 1, :7] = torch.tensor([1e5, -3e4, 900.0, -900.0, 77.0, -40.0, 1e4])
     if teacher == "recomputed":
-        rows = [replace(row, last=layers_above(row.features[:, -1].float())) for row in rows]
+        rows = [replace(row, last_hidden_state=layers_above(row.features[:, -1].float())) for row in rows]
     return rows
 
 
@@ -61,7 +61,7 @@ def build(root: Path, case: str) -> CachePlan:
         teacher=CodecSpec(name=teacher, settings=of_teacher) if teacher else None,
         teacher_scope=scope,
         spans=[row.spans for row in rows],
-        unit_tokens=150,
+        tokens_per_shard=150,
     )
     given = None
     if features == "projected":
@@ -73,7 +73,11 @@ def build(root: Path, case: str) -> CachePlan:
     if plan.teacher is not None:
         at = [teacher_positions(tuple(row.spans), len(row.input_ids), scope) for row in rows]
         known = [
-            TeacherRow(features=row.features.flatten(1).float(), last=row.last.float(), positions=positions)  # type: ignore[union-attr]
+            TeacherRow(
+                features=row.features.flatten(1).float(),
+                last_hidden_state=row.last_hidden_state.float(),
+                positions=positions,
+            )  # type: ignore[union-attr]
             for row, positions in zip(rows, at, strict=True)
             if len(positions)
         ]
@@ -81,8 +85,8 @@ def build(root: Path, case: str) -> CachePlan:
         fitted_teacher = fit_teacher(plan.teacher, known, width=HIDDEN, target=parts)
     codecs = Codecs(features=fitted, teacher=fitted_teacher)
     create_or_resume(root, plan, codecs)
-    for unit, (start, stop) in enumerate(plan.units):
-        write_unit(root, unit, rows[start:stop], codecs)
+    for shard, (start, stop) in enumerate(plan.shards):
+        write_shard(root, shard, rows[start:stop], codecs)
     finish(root)
     return plan
 

@@ -33,7 +33,7 @@ def test_rows_ahead_are_the_rows(cache: TargetCache) -> None:
     order = [5, 0, 13, 1, 1, 7, 2]
     for here, ahead in zip(cache.rows(order), cache.rows(order, workers=2, max_bytes=100_000), strict=True):
         assert (here.sample_id, here.spans, here.extra) == (ahead.sample_id, ahead.spans, ahead.extra)
-        for name in ("input_ids", "features", "teacher_positions", "last_states"):
+        for name in ("input_ids", "features", "teacher_positions", "last_hidden_state"):
             assert torch.equal(getattr(here, name), getattr(ahead, name))
 
 

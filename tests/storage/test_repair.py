@@ -1,4 +1,4 @@
-"""Damaged units leave a cache, and building it again gives the undisturbed bytes."""
+"""Damaged shards leave a cache, and building it again gives the undisturbed bytes."""
 
 import shutil
 from pathlib import Path

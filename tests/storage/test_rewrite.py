@@ -74,10 +74,10 @@ def test_workers_write_the_same_cache(exact: Path, tmp_path: Path) -> None:
     seen: list[int] = []
     recode(exact, tmp_path / "here", features=TRANSFORM)
     recode(
-        exact, tmp_path / "workers", features=TRANSFORM, workers=2, on_unit=lambda record: seen.append(record["unit"])
+        exact, tmp_path / "workers", features=TRANSFORM, workers=2, on_shard=lambda record: seen.append(record["unit"])
     )
     assert folder_bytes(tmp_path / "here") == folder_bytes(tmp_path / "workers")
-    assert seen == list(range(len(make_plan().units)))
+    assert seen == list(range(len(make_plan().shards)))
 
 
 def test_recoding_goes_on_where_it_stopped(exact: Path, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_recoding_goes_on_where_it_stopped(exact: Path, tmp_path: Path) -> None:
 
     seen: list[object] = []
     with pytest.raises(Stop):
-        recode(exact, tmp_path / "new", features=INT8, on_unit=stop)
+        recode(exact, tmp_path / "new", features=INT8, on_shard=stop)
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "new" / "shards").iterdir()}
     assert len(before) == 3
     recode(exact, tmp_path / "new", features=INT8)
@@ -110,7 +110,7 @@ def test_two_at_once_do_not_write_to_one_folder(exact: Path, tmp_path: Path) -> 
         refused.append(True)
 
     refused: list[bool] = []
-    recode(exact, tmp_path / "new", features=INT8, on_unit=another)
+    recode(exact, tmp_path / "new", features=INT8, on_shard=another)
     assert refused
     recode(exact, tmp_path / "straight", features=INT8)
     assert folder_bytes(tmp_path / "new") == folder_bytes(tmp_path / "straight")
@@ -120,15 +120,15 @@ def test_two_at_once_do_not_write_to_one_folder(exact: Path, tmp_path: Path) -> 
 def test_what_cannot_be_recoded_says_why(exact: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing would change"):
         recode(exact, tmp_path / "new")
-    recode(exact, tmp_path / "coordinates", features=CodecSpec(name="transform", settings={"output": "coordinates"}))
-    with pytest.raises(ValueError, match="keeps 96 coordinates of the captured states"):
-        recode(tmp_path / "coordinates", tmp_path / "new", features=INT8)
-    recode(tmp_path / "coordinates", tmp_path / "new", teacher=INT8)  # the features stay as they are
-    assert raw_parts(tmp_path / "new", "context") == raw_parts(tmp_path / "coordinates", "context")
-    shard = next((tmp_path / "coordinates" / "shards").iterdir())
+    recode(exact, tmp_path / "components", features=CodecSpec(name="transform", settings={"output": "coordinates"}))
+    with pytest.raises(ValueError, match="keeps 96 components of the captured states"):
+        recode(tmp_path / "components", tmp_path / "new", features=INT8)
+    recode(tmp_path / "components", tmp_path / "new", teacher=INT8)  # the features stay as they are
+    assert raw_parts(tmp_path / "new", "context") == raw_parts(tmp_path / "components", "context")
+    shard = next((tmp_path / "components" / "shards").iterdir())
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(CacheCorrupt, match=shard.name):
-        recode(tmp_path / "coordinates", tmp_path / "broken", teacher=TRANSFORM)
+        recode(tmp_path / "components", tmp_path / "broken", teacher=TRANSFORM)
 
 
 def test_a_teacher_without_exact_states_is_not_coded_anew(exact: Path, tmp_path: Path) -> None:
@@ -139,9 +139,9 @@ def test_a_teacher_without_exact_states_is_not_coded_anew(exact: Path, tmp_path:
     assert row.teacher.top_ids is not None
     with pytest.raises(ValueError, match="'corrected', which has no exact last states"):
         recode(tmp_path / "corrected", tmp_path / "new", teacher=INT8)
-    recode(exact, tmp_path / "coordinates", features=CodecSpec(name="transform", settings={"output": "coordinates"}))
+    recode(exact, tmp_path / "components", features=CodecSpec(name="transform", settings={"output": "coordinates"}))
     with pytest.raises(ValueError, match="needs the captured states"):
-        recode(tmp_path / "coordinates", tmp_path / "new", teacher=CodecSpec(name="recomputed"), target=target)
+        recode(tmp_path / "components", tmp_path / "new", teacher=CodecSpec(name="recomputed"), target=target)
 
 
 def test_merged_halves_hold_the_rows_bit_by_bit(exact: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cache_builders import HIDDEN, LAYERS, SAMPLES, build, fit, folder_bytes, make_plan, make_row, make_rows, rows_of
 
-from storage.cache.commits import estimate_unit, open_folder
+from storage.cache.commits import estimate_shard, open_folder
 from storage.cache.records import CacheCorrupt, teacher_positions
 from storage.cache.shards import BATCH_BYTES, encode_row
 from storage.cache.target_cache import (
@@ -20,8 +20,8 @@ from storage.cache.target_cache import (
     create_or_resume,
     finish,
     is_finished,
-    plan_units,
-    write_unit,
+    plan_shards,
+    write_shard,
 )
 from storage.codecs.registry import CodecSpec
 from storage.files.filesystems import Folder
@@ -43,7 +43,7 @@ def test_rows_come_back(tmp_path: Path, codec: str) -> None:
         assert row.extra == exact.extra
         expected = [t for t in range(len(row.input_ids) - 1) if row.loss_mask[t + 1]]
         assert row.teacher_positions.tolist() == expected
-        states, last = exact.features.flatten(1), exact.last[row.teacher_positions]
+        states, last = exact.features.flatten(1), exact.last_hidden_state[row.teacher_positions]
         assert row.last_hidden_state.shape == last.shape
         if codec.startswith("bf16"):
             assert torch.equal(row.features, states)
@@ -79,14 +79,14 @@ def test_datasets_opens_the_folder(tmp_path: Path) -> None:
 def test_resuming_does_only_what_is_missing(tmp_path: Path) -> None:
     plan = make_plan()
     assert create_or_resume(tmp_path, plan, lambda: fit(plan)) == set()
-    write_unit(tmp_path, 2, rows_of(plan, 2))
+    write_shard(tmp_path, 2, rows_of(plan, 2))
     assert create_or_resume(tmp_path, plan) == {2}
     assert not is_finished(tmp_path)
-    with pytest.raises(ValueError, match=r"of \d+ units .* not committed \(0, 1, 3"):
+    with pytest.raises(ValueError, match=r"of \d+ shards .* not committed \(0, 1, 3"):
         finish(tmp_path)
-    with pytest.raises(CacheCorrupt, match=r"not finished \(1 of \d+ units committed\).*partial=True"):
+    with pytest.raises(CacheCorrupt, match=r"not finished \(1 of \d+ shards committed\).*partial=True"):
         TargetCache.open(tmp_path)
-    start, stop = plan.units[2]
+    start, stop = plan.shards[2]
     assert TargetCache.open(tmp_path, partial=True).sample_ids == [s for s, _ in SAMPLES[start:stop]]
     build(tmp_path, plan)
     build(tmp_path / "again", plan)
@@ -97,8 +97,8 @@ def test_resuming_does_only_what_is_missing(tmp_path: Path) -> None:
 def test_a_committed_unit_is_left_alone(tmp_path: Path) -> None:
     plan = make_plan()
     create_or_resume(tmp_path, plan)
-    record = write_unit(tmp_path, 0, rows_of(plan, 0))
-    assert write_unit(tmp_path, 0, iter(())) == record
+    record = write_shard(tmp_path, 0, rows_of(plan, 0))
+    assert write_shard(tmp_path, 0, iter(())) == record
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_committed_unit_is_left_alone(tmp_path: Path) -> None:
         ({"samples": SAMPLES[::-1]}, "samples.order_sha256"),
         ({"samples": SAMPLES[:-1]}, "samples.count"),
         ({"features": CodecSpec(name="int8")}, "features.name"),
-        ({"unit_tokens": 81}, "unit_tokens"),
+        ({"tokens_per_shard": 81}, "unit_tokens"),
         ({"teacher_scope": "all"}, "teacher_scope"),
     ],
 )
@@ -121,7 +121,7 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path, changes: dict[s
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("part", ["features", "last"])
+@pytest.mark.parametrize("part", ["features", "last_hidden_state"])
 def test_a_state_that_is_not_finite_rejects_its_unit(tmp_path: Path, value: float, part: str) -> None:
     plan = make_plan()
     create_or_resume(tmp_path, plan)
@@ -129,8 +129,8 @@ def test_a_state_that_is_not_finite_rejects_its_unit(tmp_path: Path, value: floa
     states = getattr(rows[2], part).clone()
     states.view(len(states), -1)[4, 5] = value
     rows[2] = replace(rows[2], **{part: states})
-    with pytest.raises(NonFiniteState, match=r"unit 0 .*'sample-002'.* at token 4, channel 5"):
-        write_unit(tmp_path, 0, rows)
+    with pytest.raises(NonFiniteState, match=r"shard 0 .*'sample-002'.* at token 4, channel 5"):
+        write_shard(tmp_path, 0, rows)
     assert create_or_resume(tmp_path, plan) == set()
     assert list((tmp_path / "shards").iterdir()) == []
 
@@ -140,13 +140,13 @@ def test_rows_must_be_the_planned_ones(tmp_path: Path) -> None:
     create_or_resume(tmp_path, plan)
     rows = list(rows_of(plan, 0))
     with pytest.raises(ValueError, match="row 0: got sample 'sample-001'"):
-        write_unit(tmp_path, 0, rows[::-1] if rows[-1].sample_id == "sample-001" else [rows[1], rows[0]])
+        write_shard(tmp_path, 0, rows[::-1] if rows[-1].sample_id == "sample-001" else [rows[1], rows[0]])
     with pytest.raises(ValueError, match=f"{len(rows) - 1} rows given, the plan has {len(rows)}"):
-        write_unit(tmp_path, 0, rows[:-1])
+        write_shard(tmp_path, 0, rows[:-1])
     with pytest.raises(ValueError, match="no further row"):
-        write_unit(tmp_path, 0, [*rows, rows[0]])
+        write_shard(tmp_path, 0, [*rows, rows[0]])
     with pytest.raises(ValueError, match="captured states are"):
-        write_unit(tmp_path, 0, [replace(rows[0], features=rows[0].features[:, :2])])
+        write_shard(tmp_path, 0, [replace(rows[0], features=rows[0].features[:, :2])])
     assert list((tmp_path / "shards").iterdir()) == []
 
 
@@ -155,10 +155,10 @@ def test_max_bytes_stops_before_it_is_passed(tmp_path: Path) -> None:
     with pytest.raises(StorageFull, match=r"the cache needs about .* max_bytes = 40,000: raise max_bytes"):
         create_or_resume(tmp_path, replace(plan, max_bytes=40_000))
     create_or_resume(tmp_path, plan)
-    write_unit(tmp_path, 0, rows_of(plan, 0), max_bytes=40_000)
-    write_unit(tmp_path, 1, rows_of(plan, 1), max_bytes=40_000)
-    with pytest.raises(StorageFull, match=r"unit 2 needs about .* max_bytes = 40,000"):
-        write_unit(tmp_path, 2, rows_of(plan, 2), max_bytes=40_000)
+    write_shard(tmp_path, 0, rows_of(plan, 0), max_bytes=40_000)
+    write_shard(tmp_path, 1, rows_of(plan, 1), max_bytes=40_000)
+    with pytest.raises(StorageFull, match=r"shard 2 needs about .* max_bytes = 40,000"):
+        write_shard(tmp_path, 2, rows_of(plan, 2), max_bytes=40_000)
     assert sum(path.stat().st_size for path in (tmp_path / "shards").iterdir()) <= 40_000
     with pytest.raises(StorageFull, match="the cache needs"):
         create_or_resume(tmp_path, replace(plan, max_bytes=60_000))
@@ -169,10 +169,12 @@ def test_max_bytes_stops_before_it_is_passed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", ["bf16", "int8", "transform"])
 def test_sizes_are_estimated_before_anything_is_captured(tmp_path: Path, codec: str) -> None:
     samples = [(f"sample-{number:03d}", 150 + 10 * number) for number in range(12)]
-    plan = make_plan(codec, samples=samples, spans=[make_row(*sample).spans for sample in samples], unit_tokens=900)
+    plan = make_plan(
+        codec, samples=samples, spans=[make_row(*sample).spans for sample in samples], tokens_per_shard=900
+    )
     create_or_resume(tmp_path, plan, lambda: fit(plan))
     opened = open_folder(Folder(tmp_path))
-    estimated = [estimate_unit(opened, unit) for unit in range(opened.units)]
+    estimated = [estimate_shard(opened, shard) for shard in range(opened.num_shards)]
     build(tmp_path, plan)
     written = [record["bytes"] for record in TargetCache.open(tmp_path)._shards.values()]
     assert sum(estimated) == pytest.approx(sum(written), rel=0.05)
@@ -187,8 +189,8 @@ def test_spans_are_planned_and_kept(tmp_path: Path) -> None:
     assert cache.info()["shortened"] == 1
     create_or_resume(tmp_path / "other", plan)
     wrong = [replace(row, spans=[(0, 1)]) for row in rows_of(plan, 0)]
-    with pytest.raises(ValueError, match=r"unit 0, row 0 \('sample-000'\): its spans are not the plan's \(\(3, 7\),\)"):
-        write_unit(tmp_path / "other", 0, wrong)
+    with pytest.raises(ValueError, match=r"row 0 \('sample-000'\): its spans are not the plan's \(\(3, 7\),\)"):
+        write_shard(tmp_path / "other", 0, wrong)
     with pytest.raises(ValueError, match=r"span \(3, 9\)"):
         make_plan(spans=[[(3, 9)]] * len(SAMPLES))
     with pytest.raises(IdentityMismatch, match=r"samples\.spans_sha256"):
@@ -205,19 +207,19 @@ def test_float32_and_numpy_states_are_accepted(tmp_path: Path) -> None:
     plan = make_plan(samples=[("a", 9)])
     create_or_resume(tmp_path, plan)
     bits = row.features.view(torch.int16).numpy().view(np.uint16)
-    write_unit(tmp_path, 0, [replace(row, features=bits, last=row.last.float().numpy())])  # type: ignore[union-attr]
+    write_shard(tmp_path, 0, [replace(row, features=bits, last_hidden_state=row.last_hidden_state.float().numpy())])  # type: ignore[union-attr]
     finish(tmp_path)
     stored = TargetCache.open(tmp_path).row(0)
     assert torch.equal(stored.features, row.features.flatten(1))  # type: ignore[union-attr]
-    assert torch.equal(stored.last_hidden_state, row.last[stored.teacher_positions])  # type: ignore[index]
+    assert torch.equal(stored.last_hidden_state, row.last_hidden_state[stored.teacher_positions])  # type: ignore[index]
 
 
 def test_a_long_sequence_and_a_single_token(tmp_path: Path) -> None:
     samples = [("long", 32_768), ("single", 1)]
     plan = make_plan("int8", samples=samples)
     create_or_resume(tmp_path, plan, lambda: fit(make_plan("int8")))
-    for unit in range(2):
-        write_unit(tmp_path, unit, rows_of(plan, unit))
+    for shard in range(2):
+        write_shard(tmp_path, shard, rows_of(plan, shard))
     finish(tmp_path)
     cache = TargetCache.open(tmp_path)
     assert cache.row(0).features.shape == (32_768, LAYERS * HIDDEN)
@@ -229,7 +231,7 @@ def test_offsets_never_reach_two_to_the_31(tmp_path: Path) -> None:
     samples = [(f"sample-{number}", 5) for number in range(12)]
     plan = make_plan(samples=samples)
     create_or_resume(tmp_path, plan)
-    record = write_unit(tmp_path, 0, [replace(make_row(*s), extra={"note": "x" * 1_500_000}) for s in samples])
+    record = write_shard(tmp_path, 0, [replace(make_row(*s), extra={"note": "x" * 1_500_000}) for s in samples])
     assert [batch["rows"] for batch in record["batches"]] == [3, 3, 3, 3]
     assert all(batch["bytes"] < 2 * BATCH_BYTES for batch in record["batches"])
     finish(tmp_path)
@@ -241,8 +243,8 @@ def test_offsets_never_reach_two_to_the_31(tmp_path: Path) -> None:
 def test_no_teacher_is_stored_when_none_is_asked_for(tmp_path: Path) -> None:
     plan = make_plan(teacher=None)
     create_or_resume(tmp_path, plan)
-    for unit in range(len(plan.units)):
-        write_unit(tmp_path, unit, (replace(row, last=None) for row in rows_of(plan, unit)))
+    for shard in range(len(plan.shards)):
+        write_shard(tmp_path, shard, (replace(row, last_hidden_state=None) for row in rows_of(plan, shard)))
     finish(tmp_path)
     cache = TargetCache.open(tmp_path)
     assert cache.row(2).last_hidden_state.shape == (0, 0)
@@ -292,9 +294,9 @@ def test_a_missing_cache_says_what_to_do(tmp_path: Path) -> None:
 def test_units_cover_all_samples_in_order() -> None:
     lengths = [length for _, length in SAMPLES]
     for budget in (1, 40, 80, 10_000):
-        units = plan_units(lengths, budget)
-        assert [i for a, b in units for i in range(a, b)] == list(range(len(lengths)))
-        assert all(sum(lengths[a:b]) <= budget or b - a == 1 for a, b in units)
+        shards = plan_shards(lengths, budget)
+        assert [i for a, b in shards for i in range(a, b)] == list(range(len(lengths)))
+        assert all(sum(lengths[a:b]) <= budget or b - a == 1 for a, b in shards)
 
 
 def test_plans_refuse_what_cannot_be_cached() -> None:

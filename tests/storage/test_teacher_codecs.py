@@ -28,6 +28,11 @@ def finish(states: torch.Tensor) -> torch.Tensor:
     return torch.tanh(0.2 * states + 0.1 * mean) @ MIXING
 
 
+def there_and_back(codec: Codec, row: TeacherRow) -> StoredTeacher:
+    payload = codec.encode_teacher(row.features, row.last_hidden_state, row.positions)
+    return codec.decode_teacher(payload, row.positions)
+
+
 def target(soft_cap: float | None = None) -> TargetParts:
     head = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(4))
     return TargetParts(head=0.7 * head, soft_cap=soft_cap, finish=finish)
@@ -41,7 +46,7 @@ def rows(count: int = 8, length: int = 60, seed: int = 0) -> list[TeacherRow]:
         features[0] = 500.0
         last = finish(features[:, -HIDDEN:])
         positions = np.arange(0 if index % 2 else 20, length - 1)
-        found.append(TeacherRow(features=features, last=last, positions=positions))
+        found.append(TeacherRow(features=features, last_hidden_state=last, positions=positions))
     return found
 
 
@@ -73,9 +78,9 @@ def probabilities(stored: StoredTeacher, positions: np.ndarray) -> torch.Tensor:
 def test_the_teacher_comes_back_and_its_top_is_right(kind: str, index: int) -> None:
     codec = fitted(kind, top=12)
     row = rows(seed=5)[index]
-    payload = codec.encode_teacher(row.features, row.last, row.positions)
+    payload = codec.encode_teacher(row.features, row.last_hidden_state, row.positions)
     again = load_codec(*dump_codec(codec)).decode_teacher(payload, row.positions, dtype=torch.float32)
-    exact = target().logits(row.last[torch.from_numpy(row.positions)]).softmax(-1)
+    exact = target().logits(row.last_hidden_state[torch.from_numpy(row.positions)]).softmax(-1)
     coded = probabilities(again, row.positions)
     top = exact.topk(12, dim=-1).indices
     assert torch.allclose(coded.gather(1, top), exact.gather(1, top), rtol=0.04, atol=2e-3)
@@ -84,10 +89,10 @@ def test_the_teacher_comes_back_and_its_top_is_right(kind: str, index: int) -> N
 def test_offsets_leave_the_rest_with_its_exact_mass() -> None:
     codec = fitted("corrected", top=5, step=0.2, resolution=64)
     row = rows(seed=6)[0]
-    payload = codec.encode_teacher(row.features, row.last, row.positions)
+    payload = codec.encode_teacher(row.features, row.last_hidden_state, row.positions)
     stored = codec.decode_teacher(payload, row.positions, dtype=torch.float32)
     coded = probabilities(stored, row.positions)
-    exact = target().logits(row.last[torch.from_numpy(row.positions)]).softmax(-1)
+    exact = target().logits(row.last_hidden_state[torch.from_numpy(row.positions)]).softmax(-1)
     assert stored.top_ids is not None
     rest = 1 - exact.gather(1, stored.top_ids).sum(-1)
     assert torch.allclose(1 - coded.gather(1, stored.top_ids).sum(-1), rest, rtol=0.1, atol=0.01)
@@ -106,7 +111,9 @@ def test_finer_steps_and_more_corrections_cost_bytes_and_save_error() -> None:
 def test_a_recomputed_teacher_sees_the_whole_context() -> None:
     codec = fitted("recomputed", step=0.05, top=0)
     row = rows(seed=7)[0]
-    stored = codec.decode_teacher(codec.encode_teacher(row.features, row.last, row.positions), row.positions)
+    stored = codec.decode_teacher(
+        codec.encode_teacher(row.features, row.last_hidden_state, row.positions), row.positions
+    )
     assert stored.last_hidden_state is None
     assert stored.source is not None
     assert stored.source.shape == (int(row.positions[-1]) + 1, HIDDEN)
@@ -119,11 +126,13 @@ def test_the_bound_holds_for_any_drafter(kind: str, temperature: float) -> None:
     """The rate of drafters of many kinds, computed one by one, moves by no more than the bound."""
     codec = fitted(kind, **({} if kind == "sparse" else {"step": 0.3}))
     row = rows(seed=8)[1]
-    stored = codec.decode_teacher(codec.encode_teacher(row.features, row.last, row.positions), row.positions)
+    stored = codec.decode_teacher(
+        codec.encode_teacher(row.features, row.last_hidden_state, row.positions), row.positions
+    )
     if stored.source is not None:
         states = finish(stored.source)[torch.from_numpy(row.positions)]
         stored = replace(stored, source=None, last_hidden_state=states)
-    exact_states = row.last[torch.from_numpy(row.positions)]
+    exact_states = row.last_hidden_state[torch.from_numpy(row.positions)]
     found = teacher_error(exact_states, stored, target(), temperature=temperature)
     logits = target().logits(exact_states)
 
@@ -167,8 +176,8 @@ def test_what_is_missing_is_named() -> None:
     loaded = load_codec(*dump_codec(fitted("corrected")))
     row = rows()[0]
     with pytest.raises(ValueError, match="needs the target's head"):
-        loaded.encode_teacher(row.features, row.last, row.positions)
-    payload = fitted("sparse").encode_teacher(row.features, row.last, row.positions)
+        loaded.encode_teacher(row.features, row.last_hidden_state, row.positions)
+    payload = fitted("sparse").encode_teacher(row.features, row.last_hidden_state, row.positions)
     with pytest.raises(ValueError, match="keeps no states"):
         fitted("sparse").decode(payload, 3)
     with pytest.raises(ValueError, match="a zstd frame announces"):
@@ -183,7 +192,7 @@ def test_rows_of_few_tokens(kind: str, positions: list[int]) -> None:
     codec = fitted(kind)
     length = positions[-1] + 1
     row = rows(seed=9)[0]
-    features, last, at = row.features[:length], row.last[:length], np.array(positions)
+    features, last, at = row.features[:length], row.last_hidden_state[:length], np.array(positions)
     stored = codec.decode_teacher(codec.encode_teacher(features, last, at), at, dtype=torch.float32)
     exact = target().logits(last[torch.from_numpy(at)]).softmax(-1)
     assert (probabilities(stored, at) - exact).abs().sum(-1).max() < 0.4
@@ -193,8 +202,10 @@ def test_rows_of_few_tokens(kind: str, positions: list[int]) -> None:
 def test_an_outlier_of_1e5_stays_finite_and_harms_no_other_row(kind: str) -> None:
     codec = fitted(kind)
     row = rows(seed=10)[1]
-    plain = codec.decode_teacher(codec.encode_teacher(row.features, row.last, row.positions), row.positions)
-    features, last = row.features.clone(), row.last.clone()
+    plain = codec.decode_teacher(
+        codec.encode_teacher(row.features, row.last_hidden_state, row.positions), row.positions
+    )
+    features, last = row.features.clone(), row.last_hidden_state.clone()
     features[40, 3], last[40, 3] = 1e5, 1e5
     stored = codec.decode_teacher(codec.encode_teacher(features, last, row.positions), row.positions)
     # What is recomputed sees what came before: there the outlier is a fact of the rows behind it.

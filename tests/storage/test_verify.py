@@ -57,8 +57,8 @@ def test_a_flipped_state_names_its_row_and_is_refused_on_reading(cache: Path) ->
     reader = TargetCache.open(cache)
     for index in (3, 9):
         columns = reader.raw_row(index)
-        unit, place = reader._opened.samples.locate(index)
-        path = cache / f"shards/unit-{unit:06d}.arrow"
+        shard, place = reader._opened.samples.locate(index)
+        path = cache / f"shards/unit-{shard:06d}.arrow"
         data = path.read_bytes()
         at = data.index(bytes(columns["context"]))
         path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
@@ -92,14 +92,14 @@ def test_missing_swapped_and_duplicated_shards_are_found(cache: Path) -> None:
     first, second = cache / "shards/unit-000000.arrow", cache / "shards/unit-000001.arrow"
     a, b = first.read_bytes(), second.read_bytes()
     first.unlink()
-    assert [str(p) for p in verify(cache)] == ["shards/unit-000000.arrow: missing (unit 0, 3 rows)"]
+    assert [str(p) for p in verify(cache)] == ["shards/unit-000000.arrow: missing (shard 0, 3 rows)"]
     with pytest.raises(CacheCorrupt, match=r"unit-000000\.arrow is missing"):
         TargetCache.open(cache).row(0)
     first.write_bytes(b)
     second.write_bytes(a)
     assert [p.what for p in verify(cache)] == [
-        "holds the bytes of unit 1's shard: swapped or duplicated",
-        "holds the bytes of unit 0's shard: swapped or duplicated",
+        "holds the bytes of shard 1: swapped or duplicated",
+        "holds the bytes of shard 0: swapped or duplicated",
     ]
     with pytest.raises(CacheCorrupt):
         list(TargetCache.open(cache))

@@ -20,7 +20,7 @@ LONG_SAMPLES = [(f"sample-{number:03d}", 2000 + 137 * number) for number in rang
 
 def large_plan(codec: str = "bf16") -> CachePlan:
     """24 sequences of 2,000 to 5,151 tokens in 3 shards of several record batches: 20 MB in bf16."""
-    return make_plan(codec, samples=LONG_SAMPLES, unit_tokens=30_000)
+    return make_plan(codec, samples=LONG_SAMPLES, tokens_per_shard=30_000)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

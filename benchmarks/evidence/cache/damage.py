@@ -82,16 +82,16 @@ def flips(root: Path, exact: list[torch.Tensor], count: int, generator: random.R
 
 def truncations(root: Path, exact: list[torch.Tensor]) -> dict[str, Any]:
     counts: Counter[str] = Counter()
-    for unit in TargetCache.open(root)._shards.values():
-        path = root / unit["shard"]
+    for shard in TargetCache.open(root)._shards.values():
+        path = root / shard["shard"]
         data = path.read_bytes()
-        borders = {0, len(data)} | {b["offset"] for b in unit["batches"]}
-        borders |= {b["offset"] + b["bytes"] for b in unit["batches"]}
+        borders = {0, len(data)} | {b["offset"] for b in shard["batches"]}
+        borders |= {b["offset"] + b["bytes"] for b in shard["batches"]}
         for size in sorted({border + step for border in borders for step in (-1, 0, 1)}):
             if 0 <= size < len(data):
                 path.write_bytes(data[:size])
                 counts["cuts"] += 1
-                check(root, (unit["shard"],), exact, counts)
+                check(root, (shard["shard"],), exact, counts)
         path.write_bytes(data)
     return dict(counts)
 
@@ -128,7 +128,7 @@ def edits(root: Path) -> Iterator[tuple[str, tuple[str, ...], Callable[[], None]
         "layers": lambda m: m["fields"]["contract"].update(target_layer_ids=[0, 1, 5]),
         "hidden size": lambda m: m["fields"].update(hidden_size=16),
         "codec": lambda m: m["codecs"]["features"].update(name="bf16-planes"),
-        "number of units": lambda m: m.update(units=99),
+        "number of shards": lambda m: m.update(shards=99),
         "samples' hash": lambda m: m["samples"].update(sha256="0" * 64),
         "scope": lambda m: m["fields"].update(teacher_scope="all"),
     }

@@ -1,6 +1,6 @@
 """SIGKILL of a build's driver and of its workers, at random points and at each step of a commit.
 
-The build is the product's own (`create_or_resume`, `write_unit` in two worker processes, `finish`) over precomputed
+The build is the product's own (`create_or_resume`, `write_shard` in two worker processes, `finish`) over precomputed
 states of a small random cache, so that hundreds of builds take minutes; no model runs in it. A reader opens the cache
 all the while and compares every row that it sees with the exact one. A random point is up to 2 ms after an event drawn
 from those of the process: a row handed over, either side of a sync, of a rename, of the wait for a worker. After each
@@ -56,13 +56,15 @@ def stage_of(root: Path, plan: CachePlan) -> str:
         return "after the finish"
     committed = len(list((root / "commits").glob("unit-*.json"))) if (root / "commits").exists() else 0
     return (
-        "all units committed" if committed == len(plan.units) else f"{committed} of {len(plan.units)} units committed"
+        "all shards committed"
+        if committed == len(plan.shards)
+        else f"{committed} of {len(plan.shards)} shards committed"
     )
 
 
 def random_kills(context: ForkServerContext, scratch: Path, count: int, seed: int, limit: float) -> dict[str, Any]:
     """`count` kills, or as many as fit into `limit` seconds."""
-    plan, generator = make_plan(CODEC, unit_tokens=40), random.Random(seed)
+    plan, generator = make_plan(CODEC, tokens_per_shard=40), random.Random(seed)
     events = count_events(context, scratch / "calm", plan)
     calm = folder_bytes(scratch / "calm" / "cache")
     progress: Counter[str] = Counter()

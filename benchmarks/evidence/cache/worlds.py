@@ -55,7 +55,7 @@ def run(seed: int) -> dict[str, Any]:
     compared = 0
     cuts = []
     with tempfile.TemporaryDirectory() as folder:
-        build(Path(folder), make_plan("int8", samples=samples, unit_tokens=400))
+        build(Path(folder), make_plan("int8", samples=samples, tokens_per_shard=400))
         cache = TargetCache.open(folder)
         total = 2 * steps_per_epoch(len(cache), BATCH) + 3
         for window in (None, 2):

@@ -69,7 +69,7 @@ def test_an_untrained_target_that_repeats_what_it_reads_is_no_fault():
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.2))
     target = Target(model, target_layer_ids=(0,), name="tied")
     ids = torch.randint(0, 97, (1, LENGTH), generator=torch.Generator().manual_seed(5))
-    last = target.capture(ids).last[0]
+    last = target.capture(ids).last_hidden_state[0]
     head = OutputHead.create(target.lm_head.weight)
 
     def batch(shift: int) -> MicroBatch:

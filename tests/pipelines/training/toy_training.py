@@ -26,7 +26,7 @@ from pipelines.stages.train import count_steps
 from pipelines.target_facts import TargetFacts, examine_target
 from pipelines.training.task import TrainingTask
 from pipelines.workers import open_target
-from storage.cache.target_cache import CachePlan, CacheRow, CodecSpec, create_or_resume, finish, write_unit
+from storage.cache.target_cache import CachePlan, CacheRow, CodecSpec, create_or_resume, finish, write_shard
 
 ROWS, PROMPT, ANSWER = 13, 6, 22
 UNSUPERVISED, ONE_TOKEN, EVERYTHING = 3, 4, 5  # rows of which no token, a single one, and all are supervised
@@ -94,7 +94,7 @@ def make_cache(root: Path, settings: Settings, facts: TargetFacts) -> None:
                 input_ids=ids[number, :length],
                 spans=[(start, end)] if end > start else [],
                 features=captured.features[number, :length].unflatten(-1, (len(facts.target_layer_ids), -1)),
-                last=captured.last[number, :length],
+                last_hidden_state=captured.last_hidden_state[number, :length],
             )
         )
     plan = CachePlan(
@@ -104,16 +104,16 @@ def make_cache(root: Path, settings: Settings, facts: TargetFacts) -> None:
         samples=[(row.sample_id, len(row.input_ids)) for row in rows],
         features=CodecSpec(name="bf16"),
         teacher=CodecSpec(name="bf16"),
-        unit_tokens=100,
+        tokens_per_shard=100,
     )
     create_or_resume(root, plan)
-    for unit, (start, stop) in enumerate(plan.units):
-        write_unit(root, unit, rows[start:stop])
+    for unit, (start, stop) in enumerate(plan.shards):
+        write_shard(root, unit, rows[start:stop])
     finish(root)
 
 
 def _logits(target: Target, ids: torch.Tensor) -> torch.Tensor:
-    return target.lm_head(target.capture(ids).last)
+    return target.lm_head(target.capture(ids).last_hidden_state)
 
 
 class Toy:
