@@ -34,7 +34,7 @@ from pipelines.settings import Settings, load_settings
 from pipelines.stages.capture import CaptureWorker, Conversation, teacher_row
 from pipelines.stages.pilot_candidates import FeatureJudge
 from pipelines.stages.regenerate import read_conversations
-from pipelines.target_facts import TargetFacts, examine_target
+from pipelines.target_spec import TargetSpec, resolve_target
 from pipelines.workers import open_target
 from storage.cache.target_cache import CachePlan, CacheRow, Codecs, TargetCache, create_or_resume, finish, write_shard
 from storage.codecs.base import Codec, TargetParts, TeacherRow
@@ -91,7 +91,7 @@ class Bench:
 
     def __init__(self, settings: Settings, states: Path | None, pilot: Path, rows: int) -> None:
         self.settings: Settings = settings
-        self.facts: TargetFacts = examine_target(settings)
+        self.facts: TargetSpec = resolve_target(settings)
         self.target = open_target(settings, self.facts)
         self.layers, self.hidden = len(self.facts.target_layer_ids), self.facts.hidden_size
         self.drafter = load_drafter(pilot, dtype="float32")

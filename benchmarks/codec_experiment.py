@@ -20,7 +20,7 @@ from dspark.models.checkpoint import load_drafter, save_drafter
 from pipelines.data.chat import render_prompt
 from pipelines.settings import Settings
 from pipelines.stages.decode_events import read_split
-from pipelines.target_facts import examine_target
+from pipelines.target_spec import resolve_target
 from pipelines.training.loader import MicroBatchReader, Rows
 from pipelines.training.model import make_drafter, teacher_normalizers
 from pipelines.training.task import TrainingTask, step_plan
@@ -68,7 +68,7 @@ class Experiment:
 
     def __init__(self, settings: Settings, work: Path) -> None:
         self.settings, self.work = settings, work
-        self.facts = examine_target(settings)
+        self.facts = resolve_target(settings)
         self.exact = TargetCache.open(f"{settings.run.directory}/cache")
         self.target = open_target(settings, self.facts)
         self.parts = TargetParts(head=self.target.lm_head.weight.detach())

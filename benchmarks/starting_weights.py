@@ -25,7 +25,7 @@ from cluster.engine_settings import learning_rate_factor
 from dspark.losses.fused_loss import BlockLoss
 from dspark.losses.losses import add_sums, metrics_of
 from pipelines.settings import Settings, load_settings
-from pipelines.target_facts import examine_target
+from pipelines.target_spec import resolve_target
 from pipelines.training.loader import MicroBatchReader, Rows
 from pipelines.training.model import make_drafter, teacher_normalizers
 from pipelines.training.task import TrainingTask, step_plan
@@ -43,7 +43,7 @@ def settings_of(config: str, kind: str, start: str) -> Settings:
 def train(settings: Settings, cache_folder: str, *, steps: int, held_out: int) -> list[dict[str, float]]:
     """Held-out figures before, at a quarter, half, and the end of the training."""
     cache = TargetCache.open(cache_folder)
-    facts = examine_target(settings)
+    facts = resolve_target(settings)
     task = TrainingTask(
         settings=settings,
         facts=facts,

@@ -78,7 +78,7 @@ def _marked_text(row: StoredRow, tokenizer: Any) -> str:
 def _open_tokenizer(model: str) -> Any:
     from dspark.decoding.target import open_tokenizer
     from pipelines.settings.schema import TargetSettings
-    from pipelines.target_facts import locate_target
+    from pipelines.target_spec import locate_target
 
     try:
         tokenizer = open_tokenizer(locate_target(TargetSettings(model=model))[1])

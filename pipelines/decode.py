@@ -90,7 +90,7 @@ def decode_one(
     from dspark.decoding.decoder import Decoder, Request, SamplingConfig
     from dspark.manifest import CheckpointError, require_intact
     from dspark.models.checkpoint import load_drafter
-    from pipelines.target_facts import examine_target
+    from pipelines.target_spec import resolve_target
     from pipelines.workers import open_target
 
     folder = Path(drafter).expanduser() if drafter else Run(settings).directory.path("published")
@@ -102,7 +102,7 @@ def decode_one(
         except CheckpointError as error:
             raise UserError(str(error)) from error
     config = published_config(folder, settings, "--drafter" if drafter else str(folder))
-    facts = replace(examine_target(settings), target_layer_ids=config.target_layer_ids)
+    facts = replace(resolve_target(settings), target_layer_ids=config.target_layer_ids)
     target = open_target(settings, facts)
     model = load_drafter(folder, device=target.device, dtype=target.dtype, target=target)
     request = Request(

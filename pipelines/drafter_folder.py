@@ -10,7 +10,7 @@ from pipelines.errors import UserError
 
 if TYPE_CHECKING:
     from pipelines.settings import Settings
-    from pipelines.target_facts import TargetFacts
+    from pipelines.target_spec import TargetSpec
 
 
 def remade(folder: str | Path) -> str:
@@ -25,17 +25,17 @@ def published_config(folder: str | Path, settings: Settings, option: str) -> Dra
     """
     from dspark.manifest import CheckpointError
     from dspark.models.checkpoint import read_config
-    from pipelines.target_facts import examine_target
+    from pipelines.target_spec import resolve_target
 
     try:
         config = read_config(folder)
-        require_target(folder, config, examine_target(settings), settings)
+        require_target(folder, config, resolve_target(settings), settings)
     except CheckpointError as error:
         raise UserError(f"{option}: {error}") from error
     return config
 
 
-def require_target(folder: str | Path, config: DrafterConfig, facts: TargetFacts, settings: Settings) -> None:
+def require_target(folder: str | Path, config: DrafterConfig, facts: TargetSpec, settings: Settings) -> None:
     """Raises CheckpointError for a drafter of another target: other sizes, weights or tokenizer.
 
     The hashes are compared where the folder has a contract.

@@ -24,7 +24,7 @@ def parts_of(cache: TargetCache, model: str, teacher: CodecSpec) -> TargetParts:
     from dspark.decoding.target import DTYPES, Target, hash_weights
     from pipelines.settings.schema import TargetSettings
     from pipelines.stages.capture import target_parts
-    from pipelines.target_facts import locate_target
+    from pipelines.target_spec import locate_target
 
     contract = cache.contract
     _, folder, _ = locate_target(TargetSettings(model=model))

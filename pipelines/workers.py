@@ -14,19 +14,19 @@ from cluster.work_pool import WorkersFailed, WorkItemFailed, run_work_items
 from dspark.decoding.target import Target
 from dspark.decoding.target_checks import check_identity, check_target
 from pipelines.errors import UserError, for_the_user
-from pipelines.target_facts import local_folder
+from pipelines.target_spec import local_folder
 from storage.files.filesystems import Folder
 from storage.files.masking import mask
 
 if TYPE_CHECKING:
     from pipelines.settings import Settings
-    from pipelines.target_facts import TargetFacts
+    from pipelines.target_spec import TargetSpec
 
 Item = TypeVar("Item")
 TARGET_CHECK = "target-check.json"
 
 
-def open_target(settings: Settings, facts: TargetFacts) -> Target:
+def open_target(settings: Settings, facts: TargetSpec) -> Target:
     """The target as this run reads it: local folder, capture layers, dtype and device of the settings.
 
     Its opening check is done once a run: `target-check.json` in the run's directory keeps what it found. Raises

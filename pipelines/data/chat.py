@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from pipelines.data.conversations import Prompt
     from pipelines.settings.schema import Settings
-    from pipelines.target_facts import TargetFacts
+    from pipelines.target_spec import TargetSpec
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -136,7 +136,7 @@ def render_turn(
     )
 
 
-def make_request(request_id: str, ids: list[int], max_new_tokens: int, facts: TargetFacts, seed: int) -> Any:
+def make_request(request_id: str, ids: list[int], max_new_tokens: int, facts: TargetSpec, seed: int) -> Any:
     """A decoding request whose random draws depend on the run's seed and its own id alone.
 
     It asks for no more tokens than the target's context has room for.

@@ -31,7 +31,7 @@ from pipelines.stages.build_cache import count_components
 from pipelines.stages.capture import target_parts, teacher_row
 from pipelines.stages.regenerate import read_conversations, read_splits
 from pipelines.stages.train import count_steps
-from pipelines.target_facts import examine_target
+from pipelines.target_spec import resolve_target
 from pipelines.workers import open_target
 from storage.cache import target_cache as caches
 from storage.cache.target_cache import CacheRow
@@ -42,7 +42,7 @@ from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
     from dspark.decoding.target import Target
-    from pipelines.target_facts import TargetFacts
+    from pipelines.target_spec import TargetSpec
 
 # What `auto` takes is known after the pilot; these stand for it.
 FOR_AUTO = {"features": "projected", "teacher": "corrected"}
@@ -61,7 +61,7 @@ class Answer:
 def make_plan(settings: Settings, reporter: Reporter, *, rows: int) -> dict[str, Any]:
     """Tokens, bytes a token by codec, storage in all, steps, and times of one worker on this machine; JSON-like."""
     prompts = read_splits(settings)["train"].prompts
-    facts = examine_target(settings)
+    facts = resolve_target(settings)
     reporter.say(f"opening {facts.name}")
     target = open_target(settings, facts)
     recorded = _recorded(settings)
@@ -124,7 +124,7 @@ def _recorded(settings: Settings) -> list[Answer] | None:
 
 
 def _answers(
-    settings: Settings, target: Target, prompts: Sequence[Prompt], facts: TargetFacts, reporter: Reporter
+    settings: Settings, target: Target, prompts: Sequence[Prompt], facts: TargetSpec, reporter: Reporter
 ) -> tuple[list[Answer], float]:
     """The target's own answers to the sample's first questions, and tokens written a second."""
     wanted, seed = settings.regenerate, settings.run.seed
@@ -192,7 +192,7 @@ def _capture(
     return rows, total / max(seconds, 1e-9)
 
 
-def sample_codecs(settings: Settings, facts: TargetFacts, target: Target, rows: Sequence[CacheRow]) -> SampleCodecs:
+def sample_codecs(settings: Settings, facts: TargetSpec, target: Target, rows: Sequence[CacheRow]) -> SampleCodecs:
     """The sample that codecs are fitted and measured on.
 
     The components of a projected one are the whole sample's principal ones: which they are is known after the pilot,

@@ -15,13 +15,13 @@ from dspark.decoding.target_checks import require_decoder, require_device
 from pipelines.errors import UserError
 from pipelines.stages.train import cpus_per_rank
 from pipelines.submission import require_variables
-from pipelines.target_facts import examine_target
+from pipelines.target_spec import resolve_target
 from pipelines.training.task import drafter_config
 
 if TYPE_CHECKING:
     from pipelines.runs.run import Run
     from pipelines.settings import Settings
-    from pipelines.target_facts import TargetFacts
+    from pipelines.target_spec import TargetSpec
 
 Resources = Mapping[str, float]  # of a node, as Ray names them: CPU, GPU
 
@@ -55,7 +55,7 @@ def check_workers(settings: Settings, stages: Sequence[str]) -> None:
 
     That is a drafter that the target cannot have, an attention that it lacks, machines without room or GPU.
     """
-    facts = examine_target(settings)
+    facts = resolve_target(settings)
     drafter_config(settings, facts)
     own = _starts_a_cluster(settings)
     # The driver of a cluster need not have what its workers have.
@@ -120,7 +120,7 @@ def _this_machine(settings: Settings) -> dict[str, float]:
     return {"CPU": cluster.num_cpus or os.cpu_count() or 1, "GPU": gpus}
 
 
-def _require_attention(settings: Settings, facts: TargetFacts) -> None:
+def _require_attention(settings: Settings, facts: TargetSpec) -> None:
     from transformers import AutoConfig
 
     if not settings.target.trust_remote_code and settings.target.attn_implementation != "eager":

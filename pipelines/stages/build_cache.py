@@ -24,7 +24,7 @@ from pipelines.plugins import plugin_identity
 from pipelines.settings import Settings
 from pipelines.stages.capture import CaptureItem, CaptureWorker, Conversation, FitItem
 from pipelines.stages.regenerate import read_conversations
-from pipelines.target_facts import TargetFacts, examine_target
+from pipelines.target_spec import TargetSpec, resolve_target
 from pipelines.workers import on_pool, session
 from storage.cache.target_cache import CachePlan, CodecSpec, TargetCache, create_or_resume, finish
 from storage.codecs.registry import codec_class
@@ -44,7 +44,7 @@ AUDIT_BOUND_EXACT, AUDIT_BOUND_LOSSY = 0.03, 0.15
 
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
     """The contract, the codecs, and how rows are cut and ordered; what the pilot found comes with the inputs."""
-    facts, cache = examine_target(settings), settings.cache
+    facts, cache = resolve_target(settings), settings.cache
     fields: dict[str, Any] = {
         "contract": facts.contract(settings, with_block=False),
         "dtype": settings.target.dtype,
@@ -68,7 +68,7 @@ def _named_codecs(settings: Settings) -> list[type[Codec]]:
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `cache/`."""
-    facts = examine_target(settings)
+    facts = resolve_target(settings)
     root, conversations = run.location("cache"), Folder(run.location("regenerate"))
     chosen = choose_codecs(settings, facts, run)
     inputs = {name: run.identity(name) for name in run.stages["cache"].inputs}
@@ -91,7 +91,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     }
 
 
-def choose_codecs(settings: Settings, facts: TargetFacts, run: Run) -> dict[str, CodecSpec]:
+def choose_codecs(settings: Settings, facts: TargetSpec, run: Run) -> dict[str, CodecSpec]:
     """The codecs of `features` and `teacher`: as set, or as the pilot chose them."""
     wanted = settings.cache
     chosen: dict[str, CodecSpec] = {}
@@ -135,14 +135,14 @@ def take_out_damage(run: Run, reporter: Reporter) -> None:
             run.reopen("cache")
 
 
-def count_components(facts: TargetFacts, hidden_sizes: float) -> int:
+def count_components(facts: TargetSpec, hidden_sizes: float) -> int:
     """Components that a projected codec keeps; at most as many as there are captured channels."""
     return min(max(1, round(hidden_sizes * facts.hidden_size)), facts.hidden_size * len(facts.target_layer_ids))
 
 
 def build(
     settings: Settings,
-    facts: TargetFacts,
+    facts: TargetSpec,
     root: str,
     rows: list[Conversation],
     plan: CachePlan,
@@ -186,7 +186,7 @@ def build(
 
 def plan_cache(
     settings: Settings,
-    facts: TargetFacts,
+    facts: TargetSpec,
     conversations: Folder,
     codecs: Mapping[str, CodecSpec],
     inputs: Mapping[str, str],

@@ -16,7 +16,7 @@ from pipelines.errors import UserError
 from pipelines.records import Calibration, read_record
 from pipelines.settings import Settings
 from pipelines.stages.decode_events import DSPARK, DecodePlan, cut, decode_all, read_split
-from pipelines.target_facts import examine_target
+from pipelines.target_spec import resolve_target
 from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
 
     wanted = settings.calibrate
     folder = Folder(run.location("calibrate"))
-    facts = examine_target(settings)
+    facts = resolve_target(settings)
     if not settings.drafter.has_confidence_head:
         why = "the drafter has no confidence head: nothing to calibrate"
         reporter.say(why)

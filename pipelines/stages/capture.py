@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.errors import UserError
 from pipelines.settings import Settings
-from pipelines.target_facts import TargetFacts
+from pipelines.target_spec import TargetSpec
 from pipelines.workers import open_target
 from storage.cache.target_cache import (
     CachePlan,
@@ -84,7 +84,7 @@ class FitItem:
 class CaptureWorker:
     """Holds the target; captures, encodes and writes one item after the other."""
 
-    def __init__(self, settings: Settings, facts: TargetFacts, root: str) -> None:
+    def __init__(self, settings: Settings, facts: TargetSpec, root: str) -> None:
         self.settings, self.root = settings, root
         self.target = open_target(settings, facts)
         self._codecs: Codecs | None = None

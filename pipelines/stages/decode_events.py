@@ -24,7 +24,7 @@ from pipelines.evaluation.round_log import EventLog, Labels
 from pipelines.json_files import read_jsonl
 from pipelines.records import DecodedUnit, read_record
 from pipelines.settings import Settings
-from pipelines.target_facts import TargetFacts
+from pipelines.target_spec import TargetSpec
 from pipelines.workers import on_pool, open_target, session
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class DecodePlan:
     """What every unit of a stage has in common; picklable."""
 
     settings: Settings
-    facts: TargetFacts
+    facts: TargetSpec
     folder: str
     circumstances: dict[str, Any]
     drafter: str | None

@@ -31,7 +31,7 @@ from pipelines.stages.decode_events import (
 )
 from pipelines.stages.serving import measure_serving
 from pipelines.stages.step_costs import find_step_costs, table_identity
-from pipelines.target_facts import examine_target
+from pipelines.target_spec import resolve_target
 from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     prompts = read_split(Path(run.location("regenerate"), "evaluation.jsonl"), "evaluation")
     plan = DecodePlan(
         settings=settings,
-        facts=examine_target(settings),
+        facts=resolve_target(settings),
         folder=run.location("evaluate"),
         circumstances={"identity": run.identity("evaluate")},
         drafter=str(Path(run.location("train"), "final")),

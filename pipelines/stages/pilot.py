@@ -26,7 +26,7 @@ from pipelines.settings import Settings, settings_from_dict
 from pipelines.stages.build_cache import build, count_components, plan_cache
 from pipelines.stages.capture import COMPONENTS, CaptureWorker, Conversation
 from pipelines.stages.train import count_steps, drafter_fields, require_shared_folder, train_on
-from pipelines.target_facts import examine_target
+from pipelines.target_spec import resolve_target
 from pipelines.training.task import drafter_config
 from pipelines.workers import on_pool, session
 from storage.cache.target_cache import CodecSpec, TargetCache, is_finished
@@ -82,7 +82,7 @@ def algorithms_of(settings: Settings) -> tuple[str, ...]:
 
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
     """The sample, everything that decides a pilot's steps, and what is chosen by which bound."""
-    facts, cache = examine_target(settings), settings.cache
+    facts, cache = resolve_target(settings), settings.cache
     pilots = {name: drafter_fields(pilot_settings(settings, name)) for name in algorithms_of(settings)}
     fields: dict[str, Any] = {
         "contract": facts.contract(settings, with_block=False),
@@ -104,14 +104,14 @@ def check(settings: Settings) -> None:
     if settings.cache.trains_pilot:
         require_shared_folder(settings)
     for algorithm in algorithms_of(settings):
-        drafter_config(pilot_settings(settings, algorithm), examine_target(settings))
+        drafter_config(pilot_settings(settings, algorithm), resolve_target(settings))
 
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `pilot/`."""
     from pipelines.training.log import LOG, read_log
 
-    facts = examine_target(settings)
+    facts = resolve_target(settings)
     root, conversations = run.location("pilot"), Folder(run.location("regenerate"))
     inputs = {"regenerate": run.identity("regenerate")}
     every, _ = plan_cache(settings, facts, conversations, EXACT, inputs)
@@ -230,7 +230,7 @@ class PilotWorker(CaptureWorker):
         sample = _CachedRows(cache, range(0, len(cache), step))
         # More than the cache asks for: another number then needs no other pilot.
         kept = max(KEPT_COMPONENTS, self.settings.cache.components)
-        count = count_components(examine_target(self.settings), kept)
+        count = count_components(resolve_target(self.settings), kept)
         projection, shares = leading_components(
             [drafter.fc.weight for drafter in drafters.values()], sample, count, prior=self.settings.pilot.prior
         )

@@ -24,7 +24,7 @@ from pipelines.publishing.layouts import layouts, require_forms
 from pipelines.publishing.publication import Publication, publish
 from pipelines.settings import Settings
 from pipelines.stages.calibrate import read_calibration
-from pipelines.target_facts import examine_target
+from pipelines.target_spec import resolve_target
 from pipelines.training.task import drafter_config
 from pipelines.workers import open_target
 from storage.files.filesystems import Folder
@@ -43,7 +43,7 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
 
 def check(settings: Settings) -> None:
     """Raises before anything starts for what could not be published: its layers, its layouts, its place."""
-    config = drafter_config(settings, examine_target(settings))
+    config = drafter_config(settings, resolve_target(settings))
     layers_are_servable(config.target_layer_ids, config.num_target_layers, settings.publish.engines)
     require_forms(settings.publish.layouts, config)
     if "://" not in settings.run.directory:
@@ -52,7 +52,7 @@ def check(settings: Settings) -> None:
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `published/`."""
-    facts = examine_target(settings)
+    facts = resolve_target(settings)
     target = open_target(settings, facts)
     final = Path(run.location("train"), "final")
     drafter = load_drafter(final, device=target.device, dtype=target.dtype, needs_manifest=True, cure=remade(final))

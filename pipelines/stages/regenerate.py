@@ -25,7 +25,7 @@ from pipelines.data.conversations import BAD_ROW, Prompt, PromptSet, bad_row, re
 from pipelines.errors import UserError
 from pipelines.json_files import read_jsonl_in, write_jsonl
 from pipelines.settings.schema import Settings
-from pipelines.target_facts import TargetFacts, examine_target
+from pipelines.target_spec import TargetSpec, resolve_target
 from pipelines.workers import on_pool, open_target, session
 from storage.files.filesystems import Folder
 from storage.identity import identity_of
@@ -68,7 +68,7 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
 
 def answer_fields(settings: Settings) -> dict[str, Any]:
     """Everything that the answer to a prompt depends on, the prompt apart."""
-    facts = examine_target(settings)
+    facts = resolve_target(settings)
     now = {"render_time": str(settings.data.render_time)} if reads_the_clock(_tokenizer(facts, settings)) else {}
     return {
         "target": {"name": facts.name, "revision": facts.revision, **facts.hashes},
@@ -84,7 +84,7 @@ def _sampling(settings: Settings) -> dict[str, Any]:
     return settings.regenerate.model_dump(include={"temperature", "top_p", "top_k", "max_new_tokens"})
 
 
-def _tokenizer(facts: TargetFacts, settings: Settings) -> PreTrainedTokenizerBase:
+def _tokenizer(facts: TargetSpec, settings: Settings) -> PreTrainedTokenizerBase:
     return _open_tokenizer(facts.path, settings.target.trust_remote_code)
 
 
@@ -95,7 +95,7 @@ def _open_tokenizer(path: str, trust_remote_code: bool) -> Any:
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `conversations/`."""
-    facts = examine_target(settings)
+    facts = resolve_target(settings)
     splits = render_first(read_splits(settings), _tokenizer(facts, settings), settings, reporter)
     prompts = splits["train"].prompts
     folder = Folder(run.directory.location(f"{ANSWERS}/{identity_of(answer_fields(settings))[:16]}"))
@@ -245,7 +245,7 @@ def left_out(result: dict[str, Any], splits: dict[str, PromptSet], minimum: int)
 class AnswerWorker:
     """Holds the target and answers the prompts of one work item after the other."""
 
-    def __init__(self, settings: Settings, facts: TargetFacts, folder: Folder) -> None:
+    def __init__(self, settings: Settings, facts: TargetSpec, folder: Folder) -> None:
         self.settings, self.facts, self.folder = settings, facts, folder
         self.target = open_target(settings, facts)
         wanted = settings.regenerate
@@ -263,7 +263,7 @@ class AnswerWorker:
 
 
 def answer(
-    decoder: Any, tokenizer: Any, prompts: Sequence[Prompt], settings: Settings, facts: TargetFacts
+    decoder: Any, tokenizer: Any, prompts: Sequence[Prompt], settings: Settings, facts: TargetSpec
 ) -> list[dict[str, Any]]:
     """Conversation rows in the prompts' order; every turn is asked with the target's own earlier answers before it.
 
@@ -346,7 +346,7 @@ def _damage(row: dict[str, Any]) -> str | None:
     return None
 
 
-def _new_row(prompt: Prompt, settings: Settings, facts: TargetFacts) -> dict[str, Any]:
+def _new_row(prompt: Prompt, settings: Settings, facts: TargetSpec) -> dict[str, Any]:
     mode = "on" if thinks(settings.target.thinking, settings.run.seed, prompt.prompt_id) else "off"
     return {
         "key": answer_key(prompt),
@@ -366,7 +366,7 @@ def _new_row(prompt: Prompt, settings: Settings, facts: TargetFacts) -> dict[str
 
 def _join(
     settings: Settings,
-    facts: TargetFacts,
+    facts: TargetSpec,
     folder: Folder,
     answers: Iterable[dict[str, Any]],
     splits: dict[str, PromptSet],

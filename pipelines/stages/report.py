@@ -15,7 +15,7 @@ from pipelines.records import Timings, read_record
 from pipelines.settings import Settings
 from pipelines.stages.calibrate import read_calibration
 from pipelines.stages.evaluate import TIMINGS
-from pipelines.target_facts import examine_target
+from pipelines.target_spec import resolve_target
 from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     from pipelines.training.log import training_rows
     from storage.cache.target_cache import TargetCache
 
-    facts = examine_target(settings)
+    facts = resolve_target(settings)
     evaluation, conversations = Folder(run.location("evaluate")), Folder(run.location("regenerate"))
     final = Path(run.location("train"), "final")
     tokenizer = open_tokenizer(facts.path, trust_remote_code=settings.target.trust_remote_code)

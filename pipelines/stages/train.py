@@ -24,7 +24,7 @@ from pipelines.drafter_folder import published_config
 from pipelines.errors import UserError, for_the_user
 from pipelines.plugins import plugin_identity
 from pipelines.settings import Settings
-from pipelines.target_facts import TargetFacts, examine_target
+from pipelines.target_spec import TargetSpec, resolve_target
 from pipelines.workers import session
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def drafter_fields(settings: Settings) -> dict[str, Any]:
     heads = [sequential_heads[drafter.markov_head_type]] if drafter.parts["markov_rank"] else []
     terms = [loss_terms[name] for name, weight in settings.train.loss if weight and name in loss_terms]
     return {
-        "contract": examine_target(settings).contract(settings, with_block=True),
+        "contract": resolve_target(settings).contract(settings, with_block=True),
         "drafter": drafter.model_dump(mode="json"),
         "initial_weights": weights_identity(drafter.initial_weights),
         "train": settings.train.model_dump(mode="json", exclude=set(HOW_AND_NOT_WHAT)),
@@ -85,7 +85,7 @@ def check(settings: Settings) -> None:
         engine_settings(settings).require_known_keys()
     except ValueError as error:
         raise UserError(f"train.deepspeed: {error}") from error
-    drafter_config(settings, examine_target(settings))
+    drafter_config(settings, resolve_target(settings))
 
 
 def require_shared_folder(settings: Settings) -> None:
@@ -103,7 +103,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `checkpoints/`."""
     from pipelines.training.loop import FINAL
 
-    facts, output = examine_target(settings), Path(run.directory.path("checkpoints"))
+    facts, output = resolve_target(settings), Path(run.directory.path("checkpoints"))
     with session(settings, str(output)):
         log = train_on(settings, facts, run.location("cache"), output, reporter, tracker=run.tracker)
     keep = ("loss", "tau_probabilistic", "acceptance@0", "skipped_steps")
@@ -112,7 +112,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
 
 def train_on(
     settings: Settings,
-    facts: TargetFacts,
+    facts: TargetSpec,
     cache: str,
     output: Path,
     reporter: Reporter,

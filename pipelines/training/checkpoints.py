@@ -45,7 +45,7 @@ class Checkpoints:
             return 0, StepTotals()
         checkpoint = load_checkpoint(newest, check_hashes=False)  # `newest_checkpoint` has checked them
         self._engine.load(checkpoint.tensors)
-        totals = StepTotals(**checkpoint.state["tally"])
+        totals = StepTotals(**checkpoint.state["totals"])
         if self._engine.rank != 0:
             totals.sums = {}
         return int(checkpoint.state["step"]), totals
@@ -59,7 +59,7 @@ class Checkpoints:
         self._wait()
         if self._engine.rank != 0:
             return
-        state = {"step": step, "tally": {**totals.to_dict(), "sums": dict(sums)}}
+        state = {"step": step, "totals": {**totals.to_dict(), "sums": dict(sums)}}
         if self._settings.checkpoint_in_background:
             self._writer = threading.Thread(target=self._write_quietly, args=(step, tensors, state, score))
             self._writer.start()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cluster.engine_settings import DeepSpeedSettings
 from dspark.config import DrafterConfig
 from pipelines.settings import Settings
-from pipelines.target_facts import TargetFacts
+from pipelines.target_spec import TargetSpec
 from pipelines.training.loader import Rows, StepPlan
 from storage.cache.target_cache import TargetCache
 
@@ -17,7 +17,7 @@ class TrainingTask:
     """What a rank needs; picklable."""
 
     settings: Settings
-    facts: TargetFacts
+    facts: TargetSpec
     cache: str
     output: str
     total_steps: int
@@ -29,7 +29,7 @@ class TrainingTask:
         return TargetCache.open(self.cache, local_copy=train.local_copy, local_copy_bytes=train.local_copy_bytes)
 
 
-def drafter_config(settings: Settings, facts: TargetFacts) -> DrafterConfig:
+def drafter_config(settings: Settings, facts: TargetSpec) -> DrafterConfig:
     """The drafter that these settings ask for, for this target."""
     given = {"mask_token_id": facts.mask_token_id, "target_layer_ids": facts.target_layer_ids}
     trained = {"num_anchors": settings.train.num_anchors, "position_decay": settings.train.loss.position_decay}

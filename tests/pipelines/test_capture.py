@@ -10,7 +10,7 @@ import yaml
 from pipelines.settings import load_settings
 from pipelines.stages import capture
 from pipelines.stages.capture import CaptureItem, CaptureWorker, Conversation, FitItem
-from pipelines.target_facts import examine_target
+from pipelines.target_spec import resolve_target
 from storage.cache.target_cache import CachePlan, CodecSpec, NonFiniteState, TargetCache, create_or_resume, finish
 
 LENGTHS = [9, 30, 4, 17, 30, 5, 22, 11, 2, 26, 8, 19]
@@ -53,7 +53,7 @@ def plan_of(facts: Any, settings: Any, codec: str) -> CachePlan:
 
 
 def build(root: Path, settings: Any, codec: str = "bf16") -> TargetCache:
-    facts = examine_target(settings)
+    facts = resolve_target(settings)
     plan = plan_of(facts, settings, codec)
     worker, rows = CaptureWorker(settings, facts, str(root)), conversations()
     if codec == "bf16":
@@ -68,7 +68,7 @@ def build(root: Path, settings: Any, codec: str = "bf16") -> TargetCache:
 
 def test_batched_rows_equal_rows_alone(tmp_path: Path, settings: Any) -> None:
     cache = build(tmp_path / "cache", settings)
-    target = CaptureWorker(settings, examine_target(settings), str(tmp_path / "cache")).target
+    target = CaptureWorker(settings, resolve_target(settings), str(tmp_path / "cache")).target
     for stored, row in zip(cache, conversations(), strict=True):
         assert (stored.sample_id, list(stored.spans), stored.extra) == (row.sample_id, row.spans, row.extra)
         alone = target.capture(torch.tensor([row.input_ids]))
@@ -82,7 +82,7 @@ def test_a_sample_is_captured_in_its_order(tmp_path: Path, settings: Any) -> Non
     assert [len(row.input_ids) for row in rows] != sorted(
         len(row.input_ids) for row in rows
     )  # batches are of like length
-    captured = CaptureWorker(settings, examine_target(settings), str(tmp_path / "cache")).capture(rows)
+    captured = CaptureWorker(settings, resolve_target(settings), str(tmp_path / "cache")).capture(rows)
     assert [(row.sample_id, list(row.input_ids)) for row in captured] == [(r.sample_id, r.input_ids) for r in rows]
 
 
@@ -94,7 +94,7 @@ def test_a_fitted_cache_is_the_same_each_time(tmp_path: Path, settings: Any) -> 
 def test_memory_is_bounded_by_windows_of_rows(tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """At no time do more states wait than those of a window and of the batch that is being computed."""
     monkeypatch.setattr(capture, "WINDOW_BATCHES", 1)
-    facts = examine_target(settings)
+    facts = resolve_target(settings)
     create_or_resume(tmp_path / "cache", plan_of(facts, settings, "bf16"))
     worker = CaptureWorker(settings, facts, str(tmp_path / "cache"))
     forward, captured, ahead = worker._forward, 0, []
@@ -114,7 +114,7 @@ def test_memory_is_bounded_by_windows_of_rows(tmp_path: Path, settings: Any, mon
 
 
 def test_an_infinite_state_names_unit_and_row(tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = examine_target(settings)
+    facts = resolve_target(settings)
     create_or_resume(tmp_path / "cache", plan_of(facts, settings, "bf16"))
     worker = CaptureWorker(settings, facts, str(tmp_path / "cache"))
     real = worker.target.capture

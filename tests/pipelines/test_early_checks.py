@@ -18,11 +18,11 @@ from pipelines.runs.executor import run_stages
 from pipelines.runs.preflight import require_room
 from pipelines.settings import Settings, load_settings, settings_from_dict
 from pipelines.stages.train import check as check_training
-from pipelines.target_facts import TargetFacts, examine_target
+from pipelines.target_spec import TargetSpec, resolve_target
 
 
-def examine(folder: Path, **target: Any) -> TargetFacts:
-    return examine_target(
+def examine(folder: Path, **target: Any) -> TargetSpec:
+    return resolve_target(
         settings_from_dict({"run": {"directory": "unused"}, "target": {"model": str(folder), **target}})
     )
 

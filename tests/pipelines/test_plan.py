@@ -13,7 +13,7 @@ from pipelines.runs.plan import make_plan, plan_text
 from pipelines.runs.run import Run
 from pipelines.settings import Settings, settings_from_dict
 from pipelines.stages.capture import CaptureItem, CaptureWorker, Conversation, FitItem
-from pipelines.target_facts import examine_target
+from pipelines.target_spec import resolve_target
 from storage.cache.target_cache import CachePlan, CodecSpec, TargetCache, finish
 from storage.codecs.registry import HIDDEN_STATES, TEACHER, codec_names
 
@@ -127,7 +127,7 @@ def test_a_codec_from_one_file_of_one_s_own(tmp_path: Path, toy_folder: Path) ->
     assert 0 < by_name["toy-rounded"]["teacher"]["bound"] < 0.2
     assert "toy-rounded" in plan_text(plan)
 
-    facts = examine_target(wanted)
+    facts = resolve_target(wanted)
     ids = [list(range(5, 5 + length)) for length in (9, 12)]
     rows = [Conversation(sample_id=f"row-{len(row)}", input_ids=row, spans=[(4, len(row))], extra={}) for row in ids]
     cache_plan = CachePlan(

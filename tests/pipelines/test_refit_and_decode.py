@@ -17,7 +17,7 @@ from pipelines.decode import Answer, Piece, decode_one, refuse_unread
 from pipelines.errors import UserError
 from pipelines.refit import refit_settings
 from pipelines.settings import load_settings
-from pipelines.target_facts import examine_target
+from pipelines.target_spec import resolve_target
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def published(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     drafter = build_drafter(config, target, dtype=torch.float32)
     save_drafter(drafter, folder, target.text_config)
     settings = load_settings(config_file(folder, toy_folder), ["drafter.target_layer_ids=[0]"])
-    Contract.from_dict(examine_target(settings).contract(settings, with_block=False)).write(folder)
+    Contract.from_dict(resolve_target(settings).contract(settings, with_block=False)).write(folder)
     return folder
 
 

@@ -20,7 +20,7 @@ from pipelines.errors import UserError, cannot_write, for_the_user
 from pipelines.runs.directory import RunDirectory
 from pipelines.runs.run import open_run
 from pipelines.settings import Settings, settings_from_dict
-from pipelines.target_facts import examine_target
+from pipelines.target_spec import resolve_target
 from pipelines.workers import on_pool, session
 from storage.cache.target_cache import TargetCache
 from storage.errors import MissingFile, UnsafeName
@@ -147,7 +147,7 @@ def test_a_model_folder_without_its_config(left: tuple[str, ...], toy_folder: Pa
     for name in left:
         shutil.copy(toy_folder / name, tmp_path)
     with pytest.raises(UserError, match=r"no config\.json"):
-        examine_target(settings(tmp_path / "run", model=str(tmp_path)))
+        resolve_target(settings(tmp_path / "run", model=str(tmp_path)))
 
 
 def test_the_root_folder_is_refused_and_not_taken_for_the_working_directory() -> None:

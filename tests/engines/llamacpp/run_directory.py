@@ -13,7 +13,7 @@ from pipelines.evaluation.round_log import read_completions, read_events
 from pipelines.runs.run import open_run
 from pipelines.settings import Settings
 from pipelines.stages.decode_events import DSPARK, PLAIN, read_split
-from pipelines.target_facts import examine_target
+from pipelines.target_spec import resolve_target
 
 from .comparison import Round
 from .toolchain import EngineError
@@ -55,7 +55,7 @@ def read_run(folder: Path) -> FinishedRun:
             f"{folder} was evaluated with the length policy {settings.evaluate.policy!r}; llama.cpp verifies full "
             "blocks here: evaluate with evaluate.policy=full"
         )
-    facts = examine_target(settings)
+    facts = resolve_target(settings)
     return FinishedRun(
         folder=folder,
         target=Path(facts.path),

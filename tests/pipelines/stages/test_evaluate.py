@@ -27,7 +27,7 @@ from pipelines.stages.decode_events import DSPARK, FULL, DecodePlan, DecodeWorke
 from pipelines.stages.evaluate import decodings
 from pipelines.stages.serving import ServingUnit, ServingWorker
 from pipelines.stages.step_costs import CostWorker, needed_temperatures, table_identity
-from pipelines.target_facts import examine_target
+from pipelines.target_spec import resolve_target
 
 PROMPTS = tuple(
     Prompt(
@@ -68,7 +68,7 @@ def plan(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> DecodePl
     settings = load_settings(Path(__file__).parents[3] / "configs" / "tiny.yaml", words)
     return DecodePlan(
         settings=settings,
-        facts=examine_target(settings),
+        facts=resolve_target(settings),
         folder=str(folder / "evaluation"),
         circumstances={"identity": "x"},
         drafter=a_drafter(folder / "drafter", toy_folder, (0,)),

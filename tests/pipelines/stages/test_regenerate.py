@@ -31,7 +31,7 @@ from pipelines.stages.regenerate import (
     read_splits,
     render_first,
 )
-from pipelines.target_facts import examine_target
+from pipelines.target_spec import resolve_target
 from storage.files.filesystems import Folder
 
 CHATML = (
@@ -106,7 +106,7 @@ def test_answers_stay_when_rows_come_and_go(toy_folder: Path, tmp_path: Path) ->
     drawn otherwise, whatever work item they were in."""
     rows = [{"turns": [f"question {index}?"]} for index in range(5)]
 
-    worker = AnswerWorker(load(tmp_path, toy_folder), examine_target(load(tmp_path, toy_folder)), Folder(tmp_path))
+    worker = AnswerWorker(load(tmp_path, toy_folder), resolve_target(load(tmp_path, toy_folder)), Folder(tmp_path))
 
     def answers(rows: list[dict[str, Any]], folder: Path) -> tuple[list[str], list[dict[str, Any]]]:
         prompts = read_splits(load(tmp_path, toy_folder, rows))["train"].prompts
@@ -142,7 +142,7 @@ def test_damaged_answers_are_named(tmp_path: Path) -> None:
 
 def answer_one(target: Path, folder: Path, asked: Prompt, *words: str, stop_tokens: int = 1) -> dict[str, Any]:
     wanted = load(folder, target, (), *words)
-    worker = AnswerWorker(wanted, examine_target(wanted), Folder(folder))
+    worker = AnswerWorker(wanted, resolve_target(wanted), Folder(folder))
     facts = replace(worker.facts, stop_token_ids=tuple(range(stop_tokens)))
     return regenerate.answer(worker.decoder, worker.target.tokenizer, [asked], wanted, facts)[0]
 
@@ -156,7 +156,7 @@ def test_answers_are_no_longer_than_the_context(toy_folder: Path, tmp_path: Path
     assert (row["response_ids"], row["ended"], row["finish_reason"]) == ([], "context", None)
     wanted = load(tmp_path, toy_folder)
     with pytest.raises(UserError, match=r"none of the 1 prompts fits the target's context of 128 tokens"):
-        regenerate._join(wanted, examine_target(wanted), Folder(tmp_path / "out"), [row], {})
+        regenerate._join(wanted, resolve_target(wanted), Folder(tmp_path / "out"), [row], {})
 
 
 def test_an_answer_that_its_template_refuses_ends_the_conversation(templated: Any, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_an_answer_that_its_template_refuses_ends_the_conversation(templated: An
 
 def test_every_prompt_is_rendered_before_one_is_answered(templated: Any, tmp_path: Path) -> None:
     wanted = load(tmp_path, templated(REFUSES_SYSTEM))
-    tokenizer = regenerate._tokenizer(examine_target(wanted), wanted)
+    tokenizer = regenerate._tokenizer(resolve_target(wanted), wanted)
     late = Prompt(
         prompt_id="late",
         domain="d",
@@ -205,7 +205,7 @@ def test_a_run_has_one_date(templated: Any, tmp_path: Path) -> None:
     later = Run(load(tmp_path, target))  # the settings do not name a time any more
     assert later.settings.data.render_time == wanted.data.render_time
     assert later.identity("regenerate") == run.identity("regenerate")
-    tokenizer = regenerate._tokenizer(examine_target(wanted), wanted)
+    tokenizer = regenerate._tokenizer(resolve_target(wanted), wanted)
     ids = regenerate.render_turn(tokenizer, prompt("p", "a"), prompt("p", "a").turns[0], later.settings)
     assert tokenizer.decode(ids).startswith("02 Jan 2020")
     assert ids != render_prompt(tokenizer, prompt("p", "a").turns[0], thinking=False)
@@ -259,7 +259,7 @@ def test_what_is_no_conversation_is_named(line: str, tmp_path: Path) -> None:
 
 def test_an_answer_ends_before_an_id_that_the_tokenizer_does_not_have(toy_folder: Path, tmp_path: Path) -> None:
     settings = load(tmp_path, toy_folder, (), "regenerate.temperature=3.0", "regenerate.max_new_tokens=40")
-    worker = AnswerWorker(settings, examine_target(settings), Folder(tmp_path))
+    worker = AnswerWorker(settings, resolve_target(settings), Folder(tmp_path))
     worker.target.input_vocab_size -= 60  # the last ids stand for logits that pad the head
     decoder = Decoder(worker.target, sampling=SamplingConfig(temperature=3.0))
     prompts = [prompt(f"p{number}", "x", "y") for number in range(4)]

@@ -23,7 +23,7 @@ from dspark.decoding.target import Target
 from pipelines.data.gguf_file import convert_llama
 from pipelines.settings import Settings, settings_from_dict
 from pipelines.stages.train import count_steps
-from pipelines.target_facts import TargetFacts, examine_target
+from pipelines.target_spec import TargetSpec, resolve_target
 from pipelines.training.task import TrainingTask
 from pipelines.workers import open_target
 from storage.cache.target_cache import CachePlan, CacheRow, CodecSpec, create_or_resume, finish, write_shard
@@ -75,7 +75,7 @@ def make_target(folder: Path) -> Path:
 
 
 @torch.no_grad()
-def make_cache(root: Path, settings: Settings, facts: TargetFacts) -> None:
+def make_cache(root: Path, settings: Settings, facts: TargetSpec) -> None:
     """Text that the target sampled, with its states."""
     target = open_target(settings, facts)
     torch.manual_seed(0)
@@ -123,7 +123,7 @@ class Toy:
         torch.set_num_threads(1)
         self.folder = folder
         self.target = make_target(folder / "target")
-        self.facts = examine_target(toy_settings(folder, self.target))
+        self.facts = resolve_target(toy_settings(folder, self.target))
         self.cache = folder / "cache"
         make_cache(self.cache, toy_settings(folder, self.target), self.facts)
 

@@ -16,7 +16,7 @@ from pipelines.errors import UserError
 from pipelines.progress import Reporter
 from pipelines.runs.executor import run_stages
 from pipelines.settings import Settings, load_settings, settings_from_dict
-from pipelines.target_facts import examine_target, local_folder
+from pipelines.target_spec import local_folder, resolve_target
 from pipelines.workers import TARGET_CHECK, open_target
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -42,7 +42,7 @@ def hub_cache(toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_hub_model_that_was_fetched_before_works_without_the_network(hub_cache: Path) -> None:
-    facts = examine_target(settings("some/toy"))
+    facts = resolve_target(settings("some/toy"))
     assert (facts.name, facts.path, facts.revision) == ("some/toy", str(hub_cache), COMMIT)
     elsewhere = replace(facts, path="/not/on/this/machine")
     assert local_folder(elsewhere) == str(hub_cache)
@@ -50,11 +50,11 @@ def test_a_hub_model_that_was_fetched_before_works_without_the_network(hub_cache
 
 def test_a_hub_model_that_was_never_fetched_names_the_cure(hub_cache: Path) -> None:
     with pytest.raises(UserError, match="could not be fetched from the Hugging Face hub"):
-        examine_target(settings("some/other"))
+        resolve_target(settings("some/other"))
 
 
 def test_a_folder_of_the_drivers_machine_alone_is_refused_elsewhere(toy_folder: Path) -> None:
-    facts = examine_target(settings(str(toy_folder)))
+    facts = resolve_target(settings(str(toy_folder)))
     assert local_folder(facts) == str(toy_folder)
     assert json.loads((toy_folder / "config.json").read_text())["model_type"] == facts.text_config["model_type"]
     with pytest.raises(UserError, match="storage that every machine sees"):
@@ -63,9 +63,9 @@ def test_a_folder_of_the_drivers_machine_alone_is_refused_elsewhere(toy_folder: 
 
 def test_a_revision_of_a_folder_is_refused(toy_folder: Path) -> None:
     with pytest.raises(UserError, match="drop it"):
-        examine_target(settings(str(toy_folder), revision="main"))
+        resolve_target(settings(str(toy_folder), revision="main"))
     with pytest.raises(UserError, match="drop it"):
-        examine_target(settings("package:smollm2-135m-instruct", revision="main"))
+        resolve_target(settings("package:smollm2-135m-instruct", revision="main"))
 
 
 def test_the_opening_check_is_done_once_a_run_and_version(
@@ -79,7 +79,7 @@ def test_the_opening_check_is_done_once_a_run_and_version(
         return check_target(target)
 
     monkeypatch.setattr("pipelines.workers.check_target", counted)
-    spec, kept = examine_target(wanted), tmp_path / TARGET_CHECK
+    spec, kept = resolve_target(wanted), tmp_path / TARGET_CHECK
     open_target(wanted, spec)
     assert not kept.exists()  # what has no run yet leaves nothing
     (tmp_path / "run.json").write_text("{}")

@@ -22,7 +22,7 @@ HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetFacts:
+class TargetSpec:
     """`path` is what workers open; the rest identifies it and says how its states are captured."""
 
     name: str
@@ -77,14 +77,14 @@ class TargetFacts:
         return asdict(self)
 
 
-def examine_target(settings: Settings) -> TargetFacts:
+def resolve_target(settings: Settings) -> TargetSpec:
     """See `_examine`; done once a process for equal settings."""
     drafter = settings.drafter
     return _examine(settings.target, drafter.target_layer_ids, drafter.mask_token_id)
 
 
 @lru_cache(maxsize=8)
-def _examine(wanted: TargetSettings, layers: tuple[int, ...] | None, mask: int | None) -> TargetFacts:
+def _examine(wanted: TargetSettings, layers: tuple[int, ...] | None, mask: int | None) -> TargetSpec:
     """Find the target (its package, a folder, or the hub at a pinned commit) and read its config and tokenizer."""
     from transformers import AutoConfig, GenerationConfig
 
@@ -118,7 +118,7 @@ def _examine(wanted: TargetSettings, layers: tuple[int, ...] | None, mask: int |
     if weights is None:
         raise UserError(f"the target {name!r} has no *.safetensors file in {path}; save it with `save_pretrained`")
     generation = GenerationConfig.from_pretrained(path) if Path(path, "generation_config.json").exists() else None
-    return TargetFacts(
+    return TargetSpec(
         name=name,
         path=str(path),
         revision=revision,
@@ -130,7 +130,7 @@ def _examine(wanted: TargetSettings, layers: tuple[int, ...] | None, mask: int |
     )
 
 
-def local_folder(facts: TargetFacts) -> str:
+def local_folder(facts: TargetSpec) -> str:
     """The target's folder on this machine, fetched where the driver of the run has it and this machine does not.
 
     Raises UserError for a folder of the driver's that is not here.
