@@ -132,3 +132,15 @@ def _rope(values: Mapping[str, Any], *, default_theta: float) -> dict[str, Any]:
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
     rope["rope_theta"] = rope.get("rope_theta") or values.get("rope_theta") or default_theta
     return rope
+
+
+def by_architecture(families: Mapping[str, Family]) -> dict[str, str]:
+    """Family names by the architecture that a checkpoint of theirs names. Raises ValueError for one that two share."""
+    found: dict[str, str] = {}
+    for name, family in families.items():
+        if (other := found.setdefault(family.dspark_architecture, name)) != name:
+            raise ValueError(
+                f"the families {other} and {name} share the architecture {family.dspark_architecture}: a checkpoint "
+                "could not tell them apart; give one of them a name of its own"
+            )
+    return found

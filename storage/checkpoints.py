@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-import pickle
 import re
 import shutil
 from collections.abc import Mapping
@@ -243,7 +242,7 @@ def load_checkpoint(
     try:
         for name in sorted(record["files"]) if objects else ():  # what is not recorded was not written by us
             if name.endswith(".pt") and "/" not in name:
-                stored[Path(name).stem] = torch.load(path / name, map_location=device, weights_only=True)
+                stored[Path(name).stem] = _load_tensors(path / name, device)
         return Checkpoint(
             path=path,
             step=record["step"],
@@ -251,8 +250,23 @@ def load_checkpoint(
             state=parse_json((path / STATE).read_bytes(), str(path / STATE)),
             objects=stored,
         )
-    except (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointCorrupt(f"{path} cannot be read ({error}); remove it to use the one before it") from error
+
+
+def _load_tensors(file: Path, device: str) -> Any:
+    """Tensors and plain values of a `.pt` file. Raises CheckpointCorrupt for anything else."""
+    try:
+        return torch.load(file, map_location=device, weights_only=True)
+    except OSError:
+        raise
+    except (
+        Exception
+    ) as error:  # damaged bytes make torch's unpickler fail in any way, IndexError and KeyError among them
+        kind = type(error).__name__
+        raise CheckpointCorrupt(
+            f"{file} cannot be read ({kind}); remove its checkpoint to use the one before"
+        ) from error
 
 
 def prune(

@@ -155,6 +155,12 @@ class LossConfig:
         self.terms = {
             name: loss_terms[name](**{key: values[key] for key in loss_terms[name].options}) for name in self.weights
         }
+        for name, term in self.terms.items():
+            if unknown := [field for field in term.reads if field not in SlotValues._fields]:
+                raise SettingError(
+                    f"the loss term {name!r} reads {', '.join(unknown)}, which no slot has; a term is a function of "
+                    f"{', '.join(SlotValues._fields)} (option `train.loss.{name}`)"
+                )
         self.reads = {name for term in self.terms.values() for name in term.reads}  # in which one is differentiated
         if not self.reads - {"confidence_logits"}:
             raise SettingError(

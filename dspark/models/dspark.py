@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from dspark.config import DrafterConfig
-from dspark.families import FAMILIES
+from dspark.families import FAMILIES, by_architecture
 from dspark.models.base import vllm_command
 from dspark.models.dflash import DFlash
 from dspark.models.heads import ConfidenceHead, build_head
@@ -18,7 +18,7 @@ class DSpark(DFlash):
     """Defaults and loss are the settings' own: they are the paper's for this algorithm."""
 
     title = "DSpark"
-    architectures: ClassVar[Mapping[str, str]] = {family.dspark_architecture: name for name, family in FAMILIES.items()}
+    architectures: ClassVar[Mapping[str, str]] = by_architecture(FAMILIES)
     loss: ClassVar[Mapping[str, float]] = {}
     fixed: ClassVar[Mapping[str, Any]] = {}
     block_layouts: ClassVar[tuple[str, ...]] = ("anchor-first",)

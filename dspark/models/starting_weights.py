@@ -92,7 +92,7 @@ def scale_projections(layers: Iterable[Any], target: Target, sources: list[int])
 
 
 def source_layers(drafter: Any, target: Target, width: int | None = None) -> list[int]:
-    """The target's top layers whose attention has the draft layers' shapes (Gemma-4: full attention only).
+    """The target's top layers that are made like the draft layers (Gemma-4: full attention only).
 
     `width` is what the target's projections read, where the draft layer's read more.
     """
@@ -102,12 +102,14 @@ def source_layers(drafter: Any, target: Target, width: int | None = None) -> lis
     fitting = [
         index
         for index, layer in enumerate(target.layers)
-        if getattr(getattr(getattr(layer, "self_attn", None), "q_proj", None), "weight", torch.empty(0)).shape == wanted
+        if hasattr(layer, "input_layernorm")  # a norm before the attention, as the draft layers have
+        and getattr(getattr(getattr(layer, "self_attn", None), "q_proj", None), "weight", torch.empty(0)).shape
+        == wanted
     ]
     count = len(drafter.layers)
     if len(fitting) < count:
         raise SettingError(
-            f"{target.name} has {len(fitting)} layers of the draft layers' shape, {count} are wanted; "
+            f"{target.name} has {len(fitting)} layers of the draft layers' make and shape, {count} are wanted; "
             "set `drafter.initial_weights` to random"
         )
     return fitting[-count:]

@@ -7,7 +7,7 @@ from small_models import SIZES, tiny_target
 from transformers import Gemma4TextConfig, LlamaConfig, Qwen3Config
 
 from dspark.config import DrafterConfig, SettingError
-from dspark.families import as_dict, read_sizes
+from dspark.families import FAMILIES, as_dict, by_architecture, read_sizes
 
 LLAMA = LlamaConfig(**SIZES)
 
@@ -114,3 +114,9 @@ def test_a_target_that_is_none_of_the_known_sizes() -> None:
 def test_a_checkpoint_does_not_say_where_the_target_lay() -> None:
     target = {**as_dict(LLAMA), "_name_or_path": "somewhere/private"}
     assert "somewhere" not in str(build().to_checkpoint(target))
+
+
+def test_two_families_never_share_an_architecture() -> None:
+    assert by_architecture(FAMILIES).keys() == {family.dspark_architecture for family in FAMILIES.values()}
+    with pytest.raises(ValueError, match="qwen3 and olmo2 share the architecture Qwen3DSparkModel"):
+        by_architecture({**FAMILIES, "olmo2": FAMILIES["qwen3"]})

@@ -28,7 +28,7 @@ def changed(name: str, **overrides: Any) -> Publication:
     """A conformance publication whose drafter has other settings, with random weights."""
     given = publication(name)
     vocabulary = overrides.get("draft_vocab_size")
-    config = given.drafter.config.replace(**overrides)
+    config = dataclasses.replace(given.drafter.config, **overrides)
     tokens = None if vocabulary is None else torch.arange(0, 2 * vocabulary, 2)
     drafter = build_drafter(config, given.target, start="random", seed=4, draft_token_ids=tokens)
     for parameter in drafter.parameters():
@@ -107,7 +107,7 @@ def test_drafters_without_a_form_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="Qwen3-style draft layers, not gemma4: leave it out"):
         publish(made, tmp_path / "published")
     assert not (tmp_path / "published").exists()
-    config = publication("dspark_vanilla").drafter.config.replace(target_layer_ids=(-1, 2))
+    config = dataclasses.replace(publication("dspark_vanilla").drafter.config, target_layer_ids=(-1, 2))
     with pytest.raises(SettingError, match=r"publish\.layouts: .*-1, the embedding's output.*target_layer_ids"):
         require_forms(("speculators",), config)
     with pytest.raises(SettingError, match=r"no layout 'speculator'; did you mean speculators\?.*publish\.layouts"):

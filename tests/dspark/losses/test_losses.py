@@ -23,6 +23,7 @@ from dspark.losses.micro_batch import MicroBatch, Teacher
 from dspark.losses.output_head import OutputHead, log_normalizers
 from dspark.models.checkpoint import load_drafter
 from dspark.models.heads import ConfidenceHead, build_head
+from dspark.registry import SettingError
 
 Weights = dict[str, float]
 NOTHING: Weights = dict.fromkeys(loss_terms, 0.0)
@@ -464,3 +465,11 @@ def test_bad_settings_name_their_option() -> None:
         fused_loss(drafter, torch.randn(12, 5, 20), batch, LossConfig())
     with pytest.raises(ValueError, match=r"0\.\.9, the rows"):
         OutputHead.create(torch.zeros(10, 3), draft_token_ids=torch.tensor([3, 10]))
+
+
+def test_a_term_that_reads_what_no_slot_has_is_refused_with_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_terms["kl"], "reads", ("js",))
+    with pytest.raises(
+        SettingError, match=r"the loss term 'kl' reads js, which no slot has; a term is a function of ce"
+    ):
+        LossConfig(kl=0.5)
