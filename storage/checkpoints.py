@@ -260,12 +260,9 @@ def _load_tensors(file: Path, device: str) -> Any:
         return torch.load(file, map_location=device, weights_only=True)
     except OSError:
         raise
-    except (
-        Exception
-    ) as error:  # damaged bytes make torch's unpickler fail in any way, IndexError and KeyError among them
-        kind = type(error).__name__
+    except Exception as error:  # damaged bytes make torch's unpickler fail in any way, with an IndexError too
         raise CheckpointCorrupt(
-            f"{file} cannot be read ({kind}); remove its checkpoint to use the one before"
+            f"{file} cannot be read ({type(error).__name__}: {error}); remove its checkpoint to use the one before"
         ) from error
 
 

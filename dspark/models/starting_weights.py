@@ -99,13 +99,13 @@ def source_layers(drafter: Any, target: Target, width: int | None = None) -> lis
     wanted = drafter.layers[0].self_attn.q_proj.weight.shape
     if width is not None:
         wanted = torch.Size([wanted[0], width])
-    fitting = [
-        index
-        for index, layer in enumerate(target.layers)
-        if hasattr(layer, "input_layernorm")  # a norm before the attention, as the draft layers have
-        and getattr(getattr(getattr(layer, "self_attn", None), "q_proj", None), "weight", torch.empty(0)).shape
-        == wanted
-    ]
+
+    def fits(layer: Any) -> bool:
+        projection = getattr(getattr(layer, "self_attn", None), "q_proj", None)
+        # The draft layers have a norm before the attention.
+        return hasattr(layer, "input_layernorm") and getattr(projection, "weight", torch.empty(0)).shape == wanted
+
+    fitting = [index for index, layer in enumerate(target.layers) if fits(layer)]
     count = len(drafter.layers)
     if len(fitting) < count:
         raise SettingError(
