@@ -19,7 +19,11 @@ from dspark.manifest import MANIFEST, CheckpointError, damaged_files, new_folder
 from dspark.models.checkpoint import CONFIG, WEIGHTS, load_drafter, read_config, save_drafter
 from dspark.models.starting_weights import build_drafter
 
-SHORT = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHORT = settings(
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "40")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 
 
 def write(folder: Path, **overrides: Any) -> Path:
@@ -221,6 +225,7 @@ JSON = st.recursive(
 KEYS = st.sampled_from([key for _, keys in _KINDS.values() for key in keys.split()] + ["intermediate_size"])
 
 
+@pytest.mark.fuzz
 @SHORT
 @given(data=st.binary(max_size=200), name=st.sampled_from([CONFIG, WEIGHTS, MANIFEST]))
 def test_any_bytes_are_refused(data: bytes, name: str, folder: Path) -> None:
@@ -233,6 +238,7 @@ def test_any_bytes_are_refused(data: bytes, name: str, folder: Path) -> None:
         (folder / name).write_bytes(before)
 
 
+@pytest.mark.fuzz
 @SHORT
 @given(changes=st.dictionaries(KEYS, JSON, min_size=1, max_size=3), whole=st.booleans())
 def test_any_values_are_read_or_refused(changes: dict[str, Any], whole: bool, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """The contract compares, names what differs and what cures it, and leaves block fields open for a cache."""
 
 import json
+import os
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -79,7 +80,12 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.fuzz
+@settings(
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "100")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(changes=st.dictionaries(st.sampled_from(list(CACHE.to_dict())), JSON, max_size=3), data=st.binary(max_size=40))
 def test_any_contract_is_read_or_refused(changes: dict[str, object], data: bytes, tmp_path: Path) -> None:
     for content in (data, json.dumps({**CACHE.to_dict(), **changes}).encode(), json.dumps(changes).encode()):

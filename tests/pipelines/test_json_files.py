@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -113,8 +114,13 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("read", READERS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "60")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(data=st.data())
 def test_any_bytes_are_read_or_refused_with_their_place(
     read: Callable[[Path], object], data: Any, tmp_path: Path

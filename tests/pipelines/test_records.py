@@ -1,6 +1,7 @@
 """The JSON files that stages leave for one another are read, or refused in one message with the cure."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,11 @@ from pipelines.stages.calibrate import read_calibration
 from pipelines.stages.step_costs import read_step_costs, table_identity
 from storage.files.filesystems import Folder
 
-SHORT = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHORT = settings(
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "40")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 ROUNDS = {
     "confidence_logits": np.array([[1.0, -0.5], [0.5, 1.5], [-1.0, 0.25]]),
     "accepted": np.array([[True, True], [True, False], [False, False]]),
@@ -78,6 +83,7 @@ def test_what_was_written_is_read(name: str, tmp_path: Path) -> None:
         assert {key: costs[key] for key in COSTS} == COSTS
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", FILES)
 @SHORT
 @given(data=st.binary(max_size=60), value=JSON, whole=st.booleans())
@@ -91,6 +97,7 @@ def test_anything_else_is_read_or_refused(name: str, data: bytes, value: Any, wh
             assert "\n" not in str(error)  # noqa: PT017
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", FILES)
 @SHORT
 @given(draw=st.data())

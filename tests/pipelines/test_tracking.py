@@ -82,6 +82,7 @@ def test_steps_that_a_stopped_stage_had_no_time_to_log_are_added_when_it_goes_on
 NOISE = ("[1]", '{"step": -1.5}', '{"step": "3"}', "1" * 5000, "[" * 10**5, "null", '{"step": true}')
 
 
+@pytest.mark.fuzz
 @given(place=st.integers(0, 10**6), new=st.binary(min_size=1, max_size=60), noise=st.lists(st.sampled_from(NOISE)))
 def test_of_a_damaged_log_every_row_is_read_that_is_whole(place: int, new: bytes, noise: list[str]) -> None:
     rows = [{"step": step, "x": step / 3} for step in range(8)] + [{"step": None, "summary": {"a": 1}}]

@@ -58,7 +58,9 @@ BAD_NAMES = [
     ["a"],
 ]
 pytestmark = pytest.mark.fuzz
-few = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "40")), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 Json = st.recursive(
     st.none()
     | st.booleans()
@@ -418,7 +420,10 @@ def replaced(value: Any, data: st.DataObject) -> Any:
     return holder[""] if place == "" and "" in holder else value
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "120")),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(name=st.sampled_from(["manifest.json", "COMPLETE.json"]), data=st.data())
 def test_any_sealed_record(sound: Path, name: str, data: st.DataObject) -> None:
     kept = {file: (sound / file).read_bytes() for file in ("manifest.json", "COMPLETE.json")}
@@ -434,7 +439,10 @@ def test_any_sealed_record(sound: Path, name: str, data: st.DataObject) -> None:
             (sound / file).write_bytes(content)
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "120")),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(data=st.data())
 def test_any_bytes_in_any_file(sound: Path, data: st.DataObject) -> None:
     files = sorted(str(path.relative_to(sound)) for path in sound.rglob("*") if path.is_file())
@@ -458,7 +466,10 @@ def damaged(kept: bytes, data: st.DataObject) -> bytes:
     return kept[:at] + some + kept[at + (len(some) if kind == "overwrite" else 0) :]
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "120")),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(data=st.data())
 def test_any_bytes_whose_hashes_were_made_right(sound: Path, data: st.DataObject) -> None:
     """Sample list, codecs and shards changed together with every hash and size of them: only their content is left."""
@@ -524,7 +535,7 @@ CODECS = {name: fitted(name) for name in STATES}
 EXACT = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(2))
 
 
-@settings(max_examples=300)
+@settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "300")))
 @given(name=st.sampled_from(STATES), data=st.data())
 def test_any_payload(name: str, data: st.DataObject) -> None:
     codec = CODECS[name]
@@ -533,7 +544,7 @@ def test_any_payload(name: str, data: st.DataObject) -> None:
         assert codec.decode(payload, len(EXACT)).shape == (len(EXACT), codec.out_width)
 
 
-@settings(max_examples=100)
+@settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "100")))
 @given(data=st.data())
 def test_any_payload_of_a_sparse_teacher(data: st.DataObject) -> None:
     from storage.codecs.base import TargetParts

