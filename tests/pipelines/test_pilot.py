@@ -84,7 +84,7 @@ def test_an_exact_cache_is_recoded_as_the_pilot_found(
     """The states that the pilot saw, coded anew as the cache of the run above."""
     settings = settings_for(folder, toy_folder, cache=PROJECTED, pilot=PILOT)
     done, new = settings.run.directory, str(tmp_path / "new")
-    command = ["cache", "recode", f"{done}/pilot/cache", new, "--features", "projected:components=48"]
+    command = ["cache", "recode", f"{done}/pilot/cache", new, "--features", "projected:directions=48"]
     assert dspark(*command, "--teacher", "corrected") == 2
     assert "give it too (--target)" in capsys.readouterr().err
     assert dspark(*command, "--pilot", done, "--teacher", "corrected", "--target", str(toy_folder)) == 0
