@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dspark.errors import DsparkError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
@@ -135,11 +137,11 @@ def _rope(values: Mapping[str, Any], *, default_theta: float) -> dict[str, Any]:
 
 
 def by_architecture(families: Mapping[str, Family]) -> dict[str, str]:
-    """Family names by the architecture that a checkpoint of theirs names. Raises ValueError for one that two share."""
+    """Family names by the architecture that a checkpoint of theirs names. Raises DsparkError for one that two share."""
     found: dict[str, str] = {}
     for name, family in families.items():
         if (other := found.setdefault(family.dspark_architecture, name)) != name:
-            raise ValueError(
+            raise DsparkError(
                 f"the families {other} and {name} share the architecture {family.dspark_architecture}: a checkpoint "
                 "could not tell them apart; give one of them a name of its own"
             )

@@ -7,6 +7,7 @@ from small_models import SIZES, tiny_target
 from transformers import Gemma4TextConfig, LlamaConfig, Qwen3Config
 
 from dspark.config import DrafterConfig, SettingError
+from dspark.errors import DsparkError
 from dspark.families import FAMILIES, as_dict, by_architecture, read_sizes
 
 LLAMA = LlamaConfig(**SIZES)
@@ -118,5 +119,5 @@ def test_a_checkpoint_does_not_say_where_the_target_lay() -> None:
 
 def test_two_families_never_share_an_architecture() -> None:
     assert by_architecture(FAMILIES).keys() == {family.dspark_architecture for family in FAMILIES.values()}
-    with pytest.raises(ValueError, match="qwen3 and olmo2 share the architecture Qwen3DSparkModel"):
+    with pytest.raises(DsparkError, match="qwen3 and olmo2 share the architecture Qwen3DSparkModel"):
         by_architecture({**FAMILIES, "olmo2": FAMILIES["qwen3"]})
