@@ -21,6 +21,7 @@ from pathlib import Path
 
 from pipelines.data.gguf_file import convert_llama
 from pipelines.errors import UserError
+from storage.files.filesystems import sync_folder
 
 CONVERSION = 1  # raise it when the conversion gives other files
 
@@ -81,9 +82,9 @@ def _make(model: PackagedModel, folder: Path, tell: Callable[[str], None]) -> No
         (working / "result" / "source.json").write_text(json.dumps(asdict(model), indent=2) + "\n")
         for file in (working / "result").iterdir():
             file.chmod(0o644)
-            _sync(file)
+            sync_folder(file)
         os.rename(working / "result", folder)
-        _sync(folder.parent)
+        sync_folder(folder.parent)
     finally:
         shutil.rmtree(working, ignore_errors=True)
 
@@ -114,14 +115,6 @@ def _lock(path: Path) -> Iterator[None]:
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _to_stderr(text: str) -> None:

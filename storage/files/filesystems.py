@@ -311,7 +311,7 @@ def temporary_name(final_name: str) -> str:
 
 
 def sync_folder(path: Path) -> None:
-    """Make renames in a folder durable."""
+    """Make renames in a folder durable, or what a file holds."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
