@@ -91,9 +91,9 @@ class Bench:
 
     def __init__(self, settings: Settings, states: Path | None, pilot: Path, rows: int) -> None:
         self.settings: Settings = settings
-        self.facts: TargetSpec = resolve_target(settings)
-        self.target = open_target(settings, self.facts)
-        self.layers, self.hidden = len(self.facts.target_layer_ids), self.facts.hidden_size
+        self.spec: TargetSpec = resolve_target(settings)
+        self.target = open_target(settings, self.spec)
+        self.layers, self.hidden = len(self.spec.target_layer_ids), self.spec.hidden_size
         self.drafter = load_drafter(pilot, dtype="float32")
         self.conversations = self._conversations(rows)
         self.rows = self._states(states)

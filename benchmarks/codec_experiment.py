@@ -19,7 +19,7 @@ from dspark.losses.losses import add_sums, metrics_of
 from dspark.models.checkpoint import load_drafter, save_drafter
 from pipelines.data.chat import render_prompt
 from pipelines.settings import Settings
-from pipelines.stages.decode_events import read_split
+from pipelines.stages.decoding import read_split
 from pipelines.target_spec import resolve_target
 from pipelines.training.loader import MicroBatchReader, Rows
 from pipelines.training.model import make_drafter, teacher_normalizers
@@ -68,16 +68,16 @@ class Experiment:
 
     def __init__(self, settings: Settings, work: Path) -> None:
         self.settings, self.work = settings, work
-        self.facts = resolve_target(settings)
+        self.spec = resolve_target(settings)
         self.exact = TargetCache.open(f"{settings.run.directory}/cache")
-        self.target = open_target(settings, self.facts)
+        self.target = open_target(settings, self.spec)
         self.parts = TargetParts(head=self.target.lm_head.weight.detach())
         self._readers: dict[str, MicroBatchReader] = {}
 
     def row(self, index: int) -> CacheRow:
         """An exact row as a builder would hand it over; last states are zero where there is no teacher."""
         stored = self.exact.row(index)
-        last = torch.zeros(len(stored.input_ids), self.facts.hidden_size, dtype=torch.bfloat16)
+        last = torch.zeros(len(stored.input_ids), self.spec.hidden_size, dtype=torch.bfloat16)
         last[stored.teacher_positions] = stored.last_hidden_state
         return CacheRow(
             sample_id=stored.sample_id,
@@ -98,7 +98,7 @@ class Experiment:
 
     def code(self, name: str, arm: Arm, rows: Sequence[int], tensors: dict[str, torch.Tensor] | None) -> TargetCache:
         """The exact cache's rows as a cache of the arm."""
-        root, layers, width = self.work / "caches" / name, len(self.facts.target_layer_ids), self.facts.hidden_size
+        root, layers, width = self.work / "caches" / name, len(self.spec.target_layer_ids), self.spec.hidden_size
         if (root / "COMPLETE.json").exists():
             return TargetCache.open(root)
         fitting = rows[:: max(1, len(rows) // FIT_ROWS)]
@@ -142,7 +142,7 @@ class Experiment:
         settings = self.settings.model_copy(update={"run": self.settings.run.model_copy(update={"seed": seed})})
         task = TrainingTask(
             settings=settings,
-            facts=self.facts,
+            spec=self.spec,
             cache=str(cache.folder.url),
             output=str(folder),
             total_steps=steps,
@@ -173,7 +173,7 @@ class Experiment:
                 sums = add_sums(sums, found) if number >= steps - 20 else {}
             torch.nn.utils.clip_grad_norm_(trained, settings.train.max_grad_norm)
             optimizer.step()
-        save_drafter(module.drafter, folder, self.facts.text_config)
+        save_drafter(module.drafter, folder, self.spec.text_config)
         return {
             "steps": steps,
             "seconds": round(time.perf_counter() - began, 1),
@@ -199,8 +199,8 @@ class Experiment:
                 )
             plan = CachePlan(
                 contract=self.exact.contract,
-                num_layers=len(self.facts.target_layer_ids),
-                hidden_size=self.facts.hidden_size,
+                num_layers=len(self.spec.target_layer_ids),
+                hidden_size=self.spec.hidden_size,
                 samples=[(row.sample_id, len(row.input_ids)) for row in rows],
             )
             create_or_resume(root, plan)
@@ -220,7 +220,7 @@ class Experiment:
                         request_id=prompt.prompt_id,
                         prompt_ids=ids,
                         max_new_tokens=self.settings.evaluate.max_new_tokens,
-                        stop_token_ids=frozenset(self.facts.stop_token_ids),
+                        stop_token_ids=frozenset(self.spec.stop_token_ids),
                         seed=0,
                     )
                 )

@@ -97,7 +97,7 @@ def main() -> None:
             made_now += 1
             arm, found = arms[name], None
             if arm.width is not None:
-                found = components(experiment, pilot, tenth, round(arm.width * experiment.facts.hidden_size))
+                found = components(experiment, pilot, tenth, round(arm.width * experiment.spec.hidden_size))
             cache = experiment.code(name, arm, every, found)
             folder = options.work / "drafters" / key
             made = experiment.train(cache, seed, options.steps, folder)

@@ -43,10 +43,10 @@ def settings_of(config: str, kind: str, start: str) -> Settings:
 def train(settings: Settings, cache_folder: str, *, steps: int, held_out: int) -> list[dict[str, float]]:
     """Held-out figures before, at a quarter, half, and the end of the training."""
     cache = TargetCache.open(cache_folder)
-    facts = resolve_target(settings)
+    spec = resolve_target(settings)
     task = TrainingTask(
         settings=settings,
-        facts=facts,
+        spec=spec,
         cache=cache_folder,
         output="",
         total_steps=steps,

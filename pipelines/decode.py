@@ -102,8 +102,8 @@ def decode_one(
         except CheckpointError as error:
             raise UserError(str(error)) from error
     config = published_config(folder, settings, "--drafter" if drafter else str(folder))
-    facts = replace(resolve_target(settings), target_layer_ids=config.target_layer_ids)
-    target = open_target(settings, facts)
+    spec = replace(resolve_target(settings), target_layer_ids=config.target_layer_ids)
+    target = open_target(settings, spec)
     model = load_drafter(folder, device=target.device, dtype=target.dtype, target=target)
     request = Request(
         request_id="prompt",
@@ -114,7 +114,7 @@ def decode_one(
             row="the prompt",
         ),
         max_new_tokens=max_new_tokens,
-        stop_token_ids=frozenset(facts.stop_token_ids),
+        stop_token_ids=frozenset(spec.stop_token_ids),
         seed=settings.run.seed,
     )
     decoder = Decoder(target, model, sampling=SamplingConfig(temperature=temperature), max_rows=1)

@@ -35,7 +35,7 @@ def published_config(folder: str | Path, settings: Settings, option: str) -> Dra
     return config
 
 
-def require_target(folder: str | Path, config: DrafterConfig, facts: TargetSpec, settings: Settings) -> None:
+def require_target(folder: str | Path, config: DrafterConfig, spec: TargetSpec, settings: Settings) -> None:
     """Raises CheckpointError for a drafter of another target: other sizes, weights or tokenizer.
 
     The hashes are compared where the folder has a contract.
@@ -44,10 +44,10 @@ def require_target(folder: str | Path, config: DrafterConfig, facts: TargetSpec,
     from dspark.manifest import CheckpointError
 
     place, cure = Path(folder).expanduser(), "give a drafter of this run's target, or set target.model to its target"
-    sizes = {name: (getattr(config, name), getattr(facts, name)) for name in ("vocab_size", "hidden_size")}
+    sizes = {name: (getattr(config, name), getattr(spec, name)) for name in ("vocab_size", "hidden_size")}
     contract = Contract.read(place)
     if contract is not None:
-        ours = facts.contract(settings, with_block=False)
+        ours = spec.contract(settings, with_block=False)
         hashes = ("weights_sha256", "tokenizer_sha256")
         sizes = {name: (getattr(contract, name), ours[name]) for name in hashes} | sizes
     other = [f"{name} is {theirs} there and {ours} here" for name, (theirs, ours) in sizes.items() if theirs != ours]

@@ -72,7 +72,7 @@ class Timing(Record):
     max_rows: int
 
 
-class DecodedUnit(Timing):
+class DecodedItem(Timing):
     """The stopwatch record of one work item, and the prompts that it left out, with the reason."""
 
     skipped: dict[str, str]

@@ -78,13 +78,13 @@ class TargetSpec:
 
 
 def resolve_target(settings: Settings) -> TargetSpec:
-    """See `_examine`; done once a process for equal settings."""
+    """The spec; worked out once a process for equal settings."""
     drafter = settings.drafter
-    return _examine(settings.target, drafter.target_layer_ids, drafter.mask_token_id)
+    return _resolve(settings.target, drafter.target_layer_ids, drafter.mask_token_id)
 
 
 @lru_cache(maxsize=8)
-def _examine(wanted: TargetSettings, layers: tuple[int, ...] | None, mask: int | None) -> TargetSpec:
+def _resolve(wanted: TargetSettings, layers: tuple[int, ...] | None, mask: int | None) -> TargetSpec:
     """Find the target (its package, a folder, or the hub at a pinned commit) and read its config and tokenizer."""
     from transformers import AutoConfig, GenerationConfig
 
@@ -130,21 +130,21 @@ def _examine(wanted: TargetSettings, layers: tuple[int, ...] | None, mask: int |
     )
 
 
-def local_folder(facts: TargetSpec) -> str:
+def local_folder(spec: TargetSpec) -> str:
     """The target's folder on this machine, fetched where the driver of the run has it and this machine does not.
 
     Raises UserError for a folder of the driver's that is not here.
     """
-    if Path(facts.path).is_dir():
-        return facts.path
-    if facts.name.startswith(PACKAGE_PREFIX):
-        return _packaged(facts.name)[0]
-    if facts.revision is not None:
+    if Path(spec.path).is_dir():
+        return spec.path
+    if spec.name.startswith(PACKAGE_PREFIX):
+        return _packaged(spec.name)[0]
+    if spec.revision is not None:
         from huggingface_hub import snapshot_download
 
-        return snapshot_download(facts.name, revision=facts.revision, allow_patterns=HUB_FILES)
+        return snapshot_download(spec.name, revision=spec.revision, allow_patterns=HUB_FILES)
     raise UserError(
-        f"target.model: the folder {facts.path!r} is not on this machine of the cluster; put it on storage that every "
+        f"target.model: the folder {spec.path!r} is not on this machine of the cluster; put it on storage that every "
         "machine sees, or name a model of the hub"
     )
 

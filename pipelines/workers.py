@@ -26,7 +26,7 @@ Item = TypeVar("Item")
 TARGET_CHECK = "target-check.json"
 
 
-def open_target(settings: Settings, facts: TargetSpec) -> Target:
+def open_target(settings: Settings, spec: TargetSpec) -> Target:
     """The target as this run reads it: local folder, capture layers, dtype and device of the settings.
 
     Its opening check is done once a run: `target-check.json` in the run's directory keeps what it found. Raises
@@ -37,16 +37,16 @@ def open_target(settings: Settings, facts: TargetSpec) -> Target:
     torch.set_num_threads(settings.cluster.threads_per_worker or settings.cluster.cpus_per_worker)
     wanted = settings.target
     target = Target.open(
-        local_folder(facts),
+        local_folder(spec),
         dtype=wanted.dtype,
         device=wanted.device,
-        target_layer_ids=facts.target_layer_ids,
+        target_layer_ids=spec.target_layer_ids,
         attn_implementation=wanted.attn_implementation,
         trust_remote_code=wanted.trust_remote_code,
         check=False,
     )
     run = Folder(settings.run.directory)
-    identity = {"name": facts.name, **facts.hashes, **check_identity(target)}
+    identity = {"name": spec.name, **spec.hashes, **check_identity(target)}
     if _kept_identity(run) != identity:
         record = {"identity": identity, "differences": asdict(check_target(target))}
         if run.exists("run.json"):

@@ -136,17 +136,17 @@ def render_turn(
     )
 
 
-def make_request(request_id: str, ids: list[int], max_new_tokens: int, facts: TargetSpec, seed: int) -> Any:
+def make_request(request_id: str, ids: list[int], max_new_tokens: int, spec: TargetSpec, seed: int) -> Any:
     """A decoding request whose random draws depend on the run's seed and its own id alone.
 
     It asks for no more tokens than the target's context has room for.
     """
-    room = max_new_tokens if facts.max_positions is None else facts.max_positions - len(ids)
+    room = max_new_tokens if spec.max_positions is None else spec.max_positions - len(ids)
     return Request(
         request_id=request_id,
         prompt_ids=ids,
         max_new_tokens=max(1, min(max_new_tokens, room)),
-        stop_token_ids=frozenset(facts.stop_token_ids),
+        stop_token_ids=frozenset(spec.stop_token_ids),
         seed=zlib.crc32(f"{seed}/{request_id}".encode()),
     )
 

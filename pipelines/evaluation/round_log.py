@@ -13,67 +13,61 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from dspark.decoding.rounds import Completion
 from pipelines.errors import UserError
-from storage.errors import MissingFile
-from storage.files.filesystems import TEMPORARY_SUFFIX, Folder
+from storage.files.filesystems import Folder
+
+EVENTS, COMPLETIONS = "events-all.parquet", "completions-all.parquet"
+
+
+def _schema(columns: Mapping[str, pa.DataType]) -> pa.Schema:
+    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns.items()])
+
 
 # What a row is about; the same columns lead both tables.
-LABEL_FIELDS = [
-    pa.field("request_id", pa.string(), nullable=False),
-    pa.field("prompt_id", pa.string(), nullable=False),
-    pa.field("turn", pa.int32(), nullable=False),
-    pa.field("domain", pa.string(), nullable=False),
-    pa.field("split", pa.string(), nullable=False),
-    pa.field("seed", pa.int64(), nullable=False),
-    pa.field("temperature", pa.float64(), nullable=False),
-    pa.field("drafter", pa.string(), nullable=False),
-    pa.field("policy", pa.string(), nullable=False),
-]
-EVENT_SCHEMA = pa.schema(
-    [
-        *LABEL_FIELDS,
-        pa.field("round", pa.int32(), nullable=False),
-        pa.field("position", pa.int32(), nullable=False),
-        pa.field("anchor_id", pa.int32(), nullable=False),
-        pa.field("draft_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("proposed", pa.int32(), nullable=False),
-        pa.field("scheduled", pa.int32(), nullable=False),
-        pa.field("accepted_raw", pa.int32(), nullable=False),
-        pa.field("committed", pa.int32(), nullable=False),
-        pa.field("bonus", pa.bool_(), nullable=False),
-        pa.field("stop_cut", pa.bool_(), nullable=False),
-        pa.field("confidence_logits", pa.list_(pa.float32()), nullable=False),
-        pa.field("accepted", pa.list_(pa.bool_()), nullable=False),
-        pa.field("reached", pa.list_(pa.bool_()), nullable=False),
-        pa.field("acceptance_rate", pa.list_(pa.float32()), nullable=False),
-        pa.field("committed_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("draft_ms", pa.float32(), nullable=False),
-        pa.field("verify_ms", pa.float32(), nullable=False),
-        pa.field("batch_rows", pa.int32(), nullable=False),
-        pa.field("batch_tokens", pa.int32(), nullable=False),
-    ]
+_LABELS = {
+    **dict.fromkeys(("request_id", "prompt_id"), pa.string()),
+    "turn": pa.int32(),
+    **dict.fromkeys(("domain", "split"), pa.string()),
+    "seed": pa.int64(),
+    "temperature": pa.float64(),
+    **dict.fromkeys(("drafter", "policy"), pa.string()),
+}
+_ROUND = {
+    **dict.fromkeys(("round", "position", "anchor_id"), pa.int32()),
+    "draft_ids": pa.list_(pa.int32()),
+    **dict.fromkeys(("proposed", "scheduled", "accepted_raw", "committed"), pa.int32()),
+    **dict.fromkeys(("bonus", "stop_cut"), pa.bool_()),
+    "confidence_logits": pa.list_(pa.float32()),
+    **dict.fromkeys(("accepted", "reached"), pa.list_(pa.bool_())),
+    "acceptance_rate": pa.list_(pa.float32()),
+    "committed_ids": pa.list_(pa.int32()),
+    **dict.fromkeys(("draft_ms", "verify_ms"), pa.float32()),
+    **dict.fromkeys(("batch_rows", "batch_tokens"), pa.int32()),
+}
+EVENT_SCHEMA = _schema(_LABELS | _ROUND)
+COMPLETION_SCHEMA = _schema(
+    {
+        **_LABELS,
+        "prompt_tokens": pa.int32(),
+        "output_ids": pa.list_(pa.int32()),
+        "finish_reason": pa.string(),
+        "rounds": pa.int32(),
+        "seconds": pa.float64(),
+        "logit_gaps": pa.list_(pa.float32()),
+    }
 )
-COMPLETION_SCHEMA = pa.schema(
-    [
-        *LABEL_FIELDS,
-        pa.field("prompt_tokens", pa.int32(), nullable=False),
-        pa.field("output_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("finish_reason", pa.string(), nullable=False),
-        pa.field("rounds", pa.int32(), nullable=False),
-        pa.field("seconds", pa.float64(), nullable=False),
-        pa.field("logit_gaps", pa.list_(pa.float32()), nullable=False),
-    ]
-)
-_ROUND_FIELDS = [field.name for field in EVENT_SCHEMA if field not in LABEL_FIELDS]
-_MISSING = {"f": np.nan, "i": -1, "b": False}
+_ORDER = ("drafter", "temperature", "request_id", "seed", "policy", "prompt_id", "turn")
+_MISSING = {"float": np.nan, "int32": -1, "bool": False}  # what fills up a short list
 
 
 class EventsMismatch(UserError):
@@ -103,16 +97,19 @@ def completion_key(request_id: str, labels: Labels) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def event_table(completion: Any, labels: Labels) -> pa.Table:
-    """The rounds of a `dspark.decoding.decoder.Completion` as rows of EVENT_SCHEMA."""
+def event_table(completion: Completion, labels: Labels) -> pa.Table:
+    """The rounds of a completion as rows of EVENT_SCHEMA."""
     shared = {"request_id": completion.request_id, **asdict(labels)}
-    rows = [shared | {name: _plain(getattr(event, name)) for name in _ROUND_FIELDS} for event in completion.rounds]
-    return pa.Table.from_pylist(rows, schema=EVENT_SCHEMA)
+    return pa.Table.from_pylist([shared | event.to_dict() for event in completion.rounds], schema=EVENT_SCHEMA)
 
 
-def completion_table(completion: Any, labels: Labels) -> pa.Table:
+def completion_table(completion: Completion, labels: Labels) -> pa.Table:
     """One row of COMPLETION_SCHEMA."""
-    row = {
+    return pa.Table.from_pylist([_completion_row(completion, labels)], schema=COMPLETION_SCHEMA)
+
+
+def _completion_row(completion: Completion, labels: Labels) -> dict[str, Any]:
+    return {
         "request_id": completion.request_id,
         **asdict(labels),
         "prompt_tokens": len(completion.prompt_ids),
@@ -122,7 +119,6 @@ def completion_table(completion: Any, labels: Labels) -> pa.Table:
         "seconds": float(completion.seconds),
         "logit_gaps": [float(gap) for gap in completion.logit_gaps],
     }
-    return pa.Table.from_pylist([row], schema=COMPLETION_SCHEMA)
 
 
 class EventLog:
@@ -136,42 +132,19 @@ class EventLog:
         self.folder = folder if isinstance(folder, Folder) else Folder(folder)
         self.circumstances = json.dumps(circumstances or {}, sort_keys=True)
 
-    def _parts(self) -> list[str]:
-        files = self.folder.files("parts", recursive=False)
-        return [name for name in files if name.endswith(".parquet") and not name.endswith(TEMPORARY_SUFFIX)]
-
-    def finished(self) -> set[str]:
-        """Keys (`completion_key`) of the completions that are already there.
-
-        Raises EventsMismatch when one of them was recorded under other circumstances.
-        """
-        return {name.rsplit("/", 1)[-1].removesuffix(".parquet") for name, _ in self._checked()}
-
-    def _checked(self) -> Iterator[tuple[str, pa.Table]]:
-        for name in self._parts():
-            table = _read(self.folder, name)
-            found = (table.schema.metadata or {}).get(b"circumstances", b"{}").decode()
-            if found != self.circumstances:
-                raise EventsMismatch(
-                    f"{self.folder.describe(name)} was recorded with {found}, this evaluation asks for "
-                    f"{self.circumstances}; evaluate into another folder, or remove this one to measure again"
-                )
-            yield name, table
-
-    def append(self, completion: Any, labels: Labels, *, stopwatch: float = 0.0) -> None:
+    def append(self, completion: Completion, labels: Labels, *, stopwatch: float = 0.0) -> None:
         """Keep one completion with all its rounds; whole or not at all. Doing it again replaces it.
 
         `stopwatch`: seconds of decoding since the completion before it, of all rows that were decoded together.
         """
-        rows = completion_table(completion, labels).to_pylist()
         table = event_table(completion, labels).replace_schema_metadata(
             {
                 "circumstances": self.circumstances,
-                "completion": json.dumps(rows[0]),
+                "completion": json.dumps(_completion_row(completion, labels)),
                 "stopwatch": json.dumps(stopwatch),
             }
         )
-        write_table(self.folder, f"parts/{completion_key(completion.request_id, labels)}.parquet", table)
+        _write(self.folder, f"parts/{completion_key(completion.request_id, labels)}.parquet", table)
 
     def kept(self, request_id: str, labels: Labels) -> tuple[list[int], float] | None:
         """Answer and stopwatch of a completion that is already there; None when it is not."""
@@ -181,44 +154,39 @@ class EventLog:
         metadata = _read(self.folder, name).schema.metadata
         return list(json.loads(metadata[b"completion"])["output_ids"]), json.loads(metadata.get(b"stopwatch", b"0"))
 
-    def tables(self, keys: Iterable[str] | None = None) -> tuple[pa.Table, pa.Table]:
+    def tables(self) -> tuple[pa.Table, pa.Table]:
         """(events, completions), in an order that does not depend on who wrote first.
 
-        `keys` limits them to those completions; FileNotFoundError names how many are missing.
+        Raises EventsMismatch when one of them was recorded under other circumstances.
         """
-        wanted = None if keys is None else set(keys)
-        events, rows, seen = [], [], set()
-        for name, table in self._checked():
-            key = name.rsplit("/", 1)[-1].removesuffix(".parquet")
-            if wanted is None or key in wanted:
-                seen.add(key)
-                rows.append(json.loads(table.schema.metadata[b"completion"]))
-                events.append(table.replace_schema_metadata(None))
-        if wanted is not None and (missing := wanted - seen):
-            raise MissingFile(
-                f"{len(missing)} of {len(wanted)} completions are not in {self.folder}; run the evaluation again, it "
-                "goes on with those"
-            )
+        events, rows = [EVENT_SCHEMA.empty_table()], []
+        for name in self.folder.files("parts", recursive=False):
+            if not name.endswith(".parquet"):  # half written
+                continue
+            table = _read(self.folder, name)
+            kept = table.schema.metadata or {}
+            found = kept.get(b"circumstances", b"{}").decode()
+            if found != self.circumstances:
+                raise EventsMismatch(
+                    f"{self.folder.describe(name)} was recorded with {found}, this evaluation asks for "
+                    f"{self.circumstances}; evaluate into another folder, or remove this one to measure again"
+                )
+            rows.append(json.loads(kept[b"completion"]))
+            events.append(table.replace_schema_metadata(None))
+        order = [(name, "ascending") for name in _ORDER]
         metadata = {"circumstances": self.circumstances}
-        all_events = pa.concat_tables(events) if events else EVENT_SCHEMA.empty_table()
-        completions = pa.Table.from_pylist(rows, schema=COMPLETION_SCHEMA)
-        order = [("drafter", "ascending"), ("temperature", "ascending"), ("request_id", "ascending")]
-        order += [("seed", "ascending"), ("policy", "ascending"), ("prompt_id", "ascending"), ("turn", "ascending")]
         return (
-            all_events.sort_by([*order, ("round", "ascending")]).replace_schema_metadata(metadata),
-            completions.sort_by(order).replace_schema_metadata(metadata),
+            pa.concat_tables(events).sort_by([*order, ("round", "ascending")]).replace_schema_metadata(metadata),
+            pa.Table.from_pylist(rows, schema=COMPLETION_SCHEMA).sort_by(order).replace_schema_metadata(metadata),
         )
 
-    def merge(self, keys: Iterable[str] | None = None, *, name: str = "all") -> tuple[str, str]:
-        """Write `events-NAME.parquet` and `completions-NAME.parquet`; returns both names. The parts stay."""
-        events, completions = self.tables(keys)
-        names = (f"events-{name}.parquet", f"completions-{name}.parquet")
-        write_table(self.folder, names[0], events)
-        write_table(self.folder, names[1], completions)
-        return names
+    def merge(self) -> None:
+        """Write `events-all.parquet` and `completions-all.parquet`. The parts stay."""
+        for name, table in zip((EVENTS, COMPLETIONS), self.tables(), strict=True):
+            _write(self.folder, name, table)
 
 
-def write_table(folder: Folder, name: str, table: pa.Table) -> None:
+def _write(folder: Folder, name: str, table: pa.Table) -> None:
     """Write one Parquet file that appears whole or not at all."""
     buffer = io.BytesIO()
     pq.write_table(table, buffer, compression="zstd")
@@ -263,46 +231,21 @@ def columns(table: pa.Table, *, slots: int | None = None) -> dict[str, np.ndarra
     `slots` is the longest list by default. Token lists other than `draft_ids` are left out (they are ragged text,
     not figures).
     """
-    widths = [_longest(table.column(name)) for name in ("draft_ids", "reached") if name in table.column_names]
-    width = max(widths, default=0) if slots is None else slots
+    lengths = [pc.max(pc.list_value_length(table[name])).as_py() for name in ("draft_ids", "reached")]
+    width = max(length or 0 for length in lengths) if slots is None else slots
     out: dict[str, np.ndarray] = {}
     for name in table.column_names:
-        column = table.column(name)
+        column = table[name].combine_chunks()
         if not pa.types.is_list(column.type):
-            out[name] = np.asarray(column.to_pylist(), dtype=_dtype(column.type))
+            out[name] = column.to_numpy(zero_copy_only=False)
         elif name not in ("committed_ids", "output_ids", "logit_gaps"):
             out[name] = _padded(column, width)
     return out
 
 
-def _dtype(kind: pa.DataType) -> Any:
-    return object if pa.types.is_string(kind) else kind.to_pandas_dtype()
-
-
-def _lists(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-    """All values of a list column one after another, and the length of each row."""
-    if len(column) == 0:
-        return np.array([], dtype=column.type.value_type.to_pandas_dtype()), np.array([], dtype=np.int64)
-    array = pa.concat_arrays(column.chunks)
-    return array.flatten().to_numpy(zero_copy_only=False), np.diff(array.offsets.to_numpy())
-
-
-def _longest(column: pa.ChunkedArray) -> int:
-    return int(np.max(_lists(column)[1], initial=0))
-
-
-def _padded(column: pa.ChunkedArray, width: int) -> np.ndarray:
-    values, lengths = _lists(column)
-    out = np.full((len(column), width), _MISSING[values.dtype.kind], dtype=values.dtype)
-    rows = np.repeat(np.arange(len(column)), lengths)
-    places = np.arange(len(values)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    kept = places < width
-    out[rows[kept], places[kept]] = values[kept]
-    return out
-
-
-def _plain(value: Any) -> Any:
-    """Numpy and torch scalars and arrays as Python values."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return list(value) if isinstance(value, tuple) else value
+def _padded(column: pa.ListArray, width: int) -> np.ndarray:
+    kind = column.type.value_type
+    if not width:
+        return np.empty((len(column), 0), dtype=kind.to_pandas_dtype())
+    same = pc.list_slice(column, 0, width, return_fixed_size_list=True).flatten()
+    return np.asarray(same.fill_null(_MISSING[str(kind)]).to_numpy(zero_copy_only=False)).reshape(len(column), width)

@@ -61,14 +61,14 @@ class Answer:
 def make_plan(settings: Settings, reporter: Reporter, *, rows: int) -> dict[str, Any]:
     """Tokens, bytes a token by codec, storage in all, steps, and times of one worker on this machine; JSON-like."""
     prompts = read_splits(settings)["train"].prompts
-    facts = resolve_target(settings)
-    reporter.say(f"opening {facts.name}")
-    target = open_target(settings, facts)
+    spec = resolve_target(settings)
+    reporter.say(f"opening {spec.name}")
+    target = open_target(settings, spec)
     recorded = _recorded(settings)
     decode_speed = None
     if recorded is None:
         sample = evenly_spaced(prompts, rows)
-        answers, decode_speed = _answers(settings, target, sample, facts, reporter)
+        answers, decode_speed = _answers(settings, target, sample, spec, reporter)
         lengths, exact = [len(answer.ids) for answer in answers], False
         total_tokens = round(mean(lengths) * len(prompts))
     else:
@@ -77,10 +77,10 @@ def make_plan(settings: Settings, reporter: Reporter, *, rows: int) -> dict[str,
     if len(answers) < 2:
         raise UserError("a plan is measured on two answers at least; give data.train more prompts")
     cache_rows, capture_speed = _capture(settings, target, answers, reporter)
-    fitting = sample_codecs(settings, facts, target, cache_rows)
+    fitting = sample_codecs(settings, spec, target, cache_rows)
     codecs = measure_all(settings, fitting)
     stored = _write_sample(settings, fitting, cache_rows[1::2])
-    raw = 2 * facts.hidden_size * (len(facts.target_layer_ids) + 1)
+    raw = 2 * spec.hidden_size * (len(spec.target_layer_ids) + 1)
     kept = len(recorded) if recorded is not None else len(prompts)
     return {
         "prompts": len(prompts),
@@ -124,7 +124,7 @@ def _recorded(settings: Settings) -> list[Answer] | None:
 
 
 def _answers(
-    settings: Settings, target: Target, prompts: Sequence[Prompt], facts: TargetSpec, reporter: Reporter
+    settings: Settings, target: Target, prompts: Sequence[Prompt], spec: TargetSpec, reporter: Reporter
 ) -> tuple[list[Answer], float]:
     """The target's own answers to the sample's first questions, and tokens written a second."""
     wanted, seed = settings.regenerate, settings.run.seed
@@ -133,7 +133,7 @@ def _answers(
             prompt.prompt_id,
             render_turn(target.tokenizer, prompt, prompt.messages, settings),
             wanted.max_new_tokens,
-            facts,
+            spec,
             seed,
         )
         for prompt in prompts
@@ -192,19 +192,19 @@ def _capture(
     return rows, total / max(seconds, 1e-9)
 
 
-def sample_codecs(settings: Settings, facts: TargetSpec, target: Target, rows: Sequence[CacheRow]) -> SampleCodecs:
+def sample_codecs(settings: Settings, spec: TargetSpec, target: Target, rows: Sequence[CacheRow]) -> SampleCodecs:
     """The sample that codecs are fitted and measured on.
 
     The components of a projected one are the whole sample's principal ones: which they are is known after the pilot,
     and their number and step decide the size.
     """
     taken = [teacher_row(row) for row in rows]
-    count = settings.cache.hidden_states_options.get("directions") or count_components(facts, settings.cache.components)
+    count = settings.cache.hidden_states_options.get("directions") or count_components(spec, settings.cache.components)
     projection, shares = leading_components([], [(row.features, True) for row in taken], count)
     return SampleCodecs(
         taken,
-        layers=len(facts.target_layer_ids),
-        hidden_size=facts.hidden_size,
+        layers=len(spec.target_layer_ids),
+        hidden_size=spec.hidden_size,
         target=partial(target_parts, target),
         components={"projection": projection, "shares": shares},
     )

@@ -55,12 +55,12 @@ def check_workers(settings: Settings, stages: Sequence[str]) -> None:
 
     That is a drafter that the target cannot have, an attention that it lacks, machines without room or GPU.
     """
-    facts = resolve_target(settings)
-    drafter_config(settings, facts)
+    spec = resolve_target(settings)
+    drafter_config(settings, spec)
     own = _starts_a_cluster(settings)
     # The driver of a cluster need not have what its workers have.
     if own or not settings.target.attn_implementation.startswith("flash"):
-        _require_attention(settings, facts)
+        _require_attention(settings, spec)
     if own:
         require_device(settings.target.device)
         require_room(settings, stages, [_this_machine(settings)])
@@ -120,8 +120,8 @@ def _this_machine(settings: Settings) -> dict[str, float]:
     return {"CPU": cluster.num_cpus or os.cpu_count() or 1, "GPU": gpus}
 
 
-def _require_attention(settings: Settings, facts: TargetSpec) -> None:
+def _require_attention(settings: Settings, spec: TargetSpec) -> None:
     from transformers import AutoConfig
 
     if not settings.target.trust_remote_code and settings.target.attn_implementation != "eager":
-        require_decoder(AutoConfig.from_pretrained(facts.path), facts.name, settings.target.attn_implementation)
+        require_decoder(AutoConfig.from_pretrained(spec.path), spec.name, settings.target.attn_implementation)

@@ -44,9 +44,9 @@ AUDIT_BOUND_EXACT, AUDIT_BOUND_LOSSY = 0.03, 0.15
 
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
     """The contract, the codecs, and how rows are cut and ordered; what the pilot found comes with the inputs."""
-    facts, cache = resolve_target(settings), settings.cache
+    spec, cache = resolve_target(settings), settings.cache
     fields: dict[str, Any] = {
-        "contract": facts.contract(settings, with_block=False),
+        "contract": spec.contract(settings, with_block=False),
         "dtype": settings.target.dtype,
         "hidden_states_codec": cache.hidden_states_codec,
         "hidden_states_options": cache.hidden_states_options,
@@ -68,14 +68,14 @@ def _named_codecs(settings: Settings) -> list[type[Codec]]:
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `cache/`."""
-    facts = resolve_target(settings)
+    spec = resolve_target(settings)
     root, conversations = run.location("cache"), Folder(run.location("regenerate"))
-    chosen = choose_codecs(settings, facts, run)
+    chosen = choose_codecs(settings, spec, run)
     inputs = {name: run.identity(name) for name in run.stages["cache"].inputs}
-    rows, plan = plan_cache(settings, facts, conversations, chosen, inputs)
+    rows, plan = plan_cache(settings, spec, conversations, chosen, inputs)
     with session(settings, root):
         pilot = run.location("pilot") if settings.cache.trains_pilot else None
-        audit = build(settings, facts, root, rows, plan, reporter, pilot=pilot)
+        audit = build(settings, spec, root, rows, plan, reporter, pilot=pilot)
     info = TargetCache.open(root).info()
     return {
         "rows": info["rows"],
@@ -91,7 +91,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     }
 
 
-def choose_codecs(settings: Settings, facts: TargetSpec, run: Run) -> dict[str, CodecSpec]:
+def choose_codecs(settings: Settings, spec: TargetSpec, run: Run) -> dict[str, CodecSpec]:
     """The codecs of `features` and `teacher`: as set, or as the pilot chose them."""
     wanted = settings.cache
     chosen: dict[str, CodecSpec] = {}
@@ -101,7 +101,7 @@ def choose_codecs(settings: Settings, facts: TargetSpec, run: Run) -> dict[str, 
             chosen[part] = CodecSpec(**run.result("pilot")["chosen"][part])
         elif name == "projected":
             chosen[part] = CodecSpec(
-                name=name, settings={"directions": count_components(facts, wanted.components), **options}
+                name=name, settings={"directions": count_components(spec, wanted.components), **options}
             )
         else:
             chosen[part] = CodecSpec(name=name, settings=options)
@@ -135,14 +135,14 @@ def take_out_damage(run: Run, reporter: Reporter) -> None:
             run.reopen("cache")
 
 
-def count_components(facts: TargetSpec, hidden_sizes: float) -> int:
+def count_components(spec: TargetSpec, hidden_sizes: float) -> int:
     """Components that a projected codec keeps; at most as many as there are captured channels."""
-    return min(max(1, round(hidden_sizes * facts.hidden_size)), facts.hidden_size * len(facts.target_layer_ids))
+    return min(max(1, round(hidden_sizes * spec.hidden_size)), spec.hidden_size * len(spec.target_layer_ids))
 
 
 def build(
     settings: Settings,
-    facts: TargetSpec,
+    spec: TargetSpec,
     root: str,
     rows: list[Conversation],
     plan: CachePlan,
@@ -154,7 +154,7 @@ def build(
 
     `pilot`: the output of the pilot stage, for a projected codec.
     """
-    make_worker = partial(CaptureWorker, settings, facts, root)
+    make_worker = partial(CaptureWorker, settings, spec, root)
     chosen = {row.sample_id for row in evenly_spaced(rows, settings.cache.audit_rows)}
     audited: dict[str, float] = {}
     committed = _create(settings, make_worker, plan, rows, root, pilot)
@@ -186,7 +186,7 @@ def build(
 
 def plan_cache(
     settings: Settings,
-    facts: TargetSpec,
+    spec: TargetSpec,
     conversations: Folder,
     codecs: Mapping[str, CodecSpec],
     inputs: Mapping[str, str],
@@ -224,9 +224,9 @@ def plan_cache(
         kept = {row.sample_id for row in rows}
         shortened = [sample_id for sample_id in shortened if sample_id in kept]
     plan = CachePlan(
-        contract=facts.contract(settings, with_block=False),
-        num_layers=len(facts.target_layer_ids),
-        hidden_size=facts.hidden_size,
+        contract=spec.contract(settings, with_block=False),
+        num_layers=len(spec.target_layer_ids),
+        hidden_size=spec.hidden_size,
         samples=[(row.sample_id, len(row.input_ids)) for row in rows],
         features=codecs["features"],
         teacher=codecs["teacher"],

@@ -12,11 +12,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from dspark.calibration import fit_table
 from pipelines.errors import UserError
+from pipelines.evaluation.round_log import EVENTS, columns, read_events
 from pipelines.records import Calibration, read_record
 from pipelines.settings import Settings
-from pipelines.stages.decode_events import DSPARK, DecodePlan, cut, decode_all, read_split
-from pipelines.target_spec import resolve_target
+from pipelines.stages.decoding import DSPARK, FULL, DecodeWorker, decode_all, make_plan, read_split, work_items
 from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
@@ -31,57 +34,38 @@ NOTHING = "nothing-to-calibrate.json"
 
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
     """How the calibration prompts are decoded and what is fitted; the prompts come with `train`."""
-    wanted = settings.calibrate
+    section = settings.calibrate
     return {
-        "calibrate": wanted.model_dump(mode="json", exclude={"batch_size", "num_workers"}),
+        "calibrate": section.model_dump(mode="json", exclude={"batch_size", "num_workers"}),
         "seed": settings.run.seed,
     }
 
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `calibration/`."""
-    import numpy as np
-
-    from dspark.calibration import fit_table
-    from pipelines.evaluation.round_log import columns, read_events
-
-    wanted = settings.calibrate
-    folder = Folder(run.location("calibrate"))
-    facts = resolve_target(settings)
+    section, folder = settings.calibrate, Folder(run.location("calibrate"))
     if not settings.drafter.has_confidence_head:
         why = "the drafter has no confidence head: nothing to calibrate"
         reporter.say(why)
         folder.write(NOTHING, (json.dumps({"why": why}) + "\n").encode())
         return {"temperatures": None}
     prompts = read_split(Path(run.location("regenerate"), "calibration.jsonl"), "calibration")
-    plan = DecodePlan(
-        settings=settings,
-        facts=facts,
-        folder=run.location("calibrate"),
-        circumstances={"identity": run.identity("calibrate")},
-        drafter=str(Path(run.location("train"), "final")),
-        max_new_tokens=wanted.max_new_tokens,
-        rows=wanted.batch_size,
-    )
-    units = []
-    for temperature in wanted.temperatures:
-        for seed in wanted.seeds if temperature > 0 else wanted.seeds[:1]:
-            units += cut(
-                prompts, variant=DSPARK, temperature=temperature, seed=seed, split="calibration", rows=wanted.batch_size
-            )
-    decode_all(plan, units, wanted.num_workers, reporter)
-    rounds = columns(read_events(folder.full("events-all.parquet")), slots=settings.drafter.block_size)
+    items = work_items(section, prompts, "calibration", lambda temperature: [(DSPARK, FULL)])
+    plan, what = make_plan(run, "calibrate", section), "decoding the calibration prompts"
+    workers = section.num_workers
+    decode_all(plan, DecodeWorker, items, workers=workers, what=what, unit="prompts", reporter=reporter)
+    rounds = columns(read_events(folder.full(EVENTS)), slots=settings.drafter.block_size)
     grid = np.geomspace(*GRID)
     tables = []
-    for temperature in sorted(set(wanted.temperatures)):
+    for temperature in sorted(set(section.temperatures)):
         own = {name: values[rounds["temperature"] == temperature] for name, values in rounds.items()}
         tables.append(fit_table(own, temperature, grid, BINS))
     # What engines read: one table, that of the highest temperature, where confidences vary most.
     shown = tables[-1]
     record = {
-        "method": wanted.method,
+        "method": section.method,
         "temperatures": shown["temperatures"],
-        "fitted_on": f"{len(prompts)} calibration prompts, {len(wanted.seeds)} times, at temperature "
+        "fitted_on": f"{len(prompts)} calibration prompts, {len(section.seeds)} times, at temperature "
         + " and ".join(f"{table['temperature']:g}" for table in tables),
         "rounds": sum(table["rounds"] for table in tables),
         "bins": BINS,

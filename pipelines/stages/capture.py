@@ -84,9 +84,9 @@ class FitItem:
 class CaptureWorker:
     """Holds the target; captures, encodes and writes one item after the other."""
 
-    def __init__(self, settings: Settings, facts: TargetSpec, root: str) -> None:
+    def __init__(self, settings: Settings, spec: TargetSpec, root: str) -> None:
         self.settings, self.root = settings, root
-        self.target = open_target(settings, facts)
+        self.target = open_target(settings, spec)
         self._codecs: Codecs | None = None
 
     def run(self, item: CaptureItem | FitItem) -> dict[str, Any]:

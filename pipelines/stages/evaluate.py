@@ -1,9 +1,9 @@
 """Decode the evaluation prompts, losslessly, and keep every round.
 
 1. Measure what a step costs on this device, or read it (`step_costs.json`).
-2. Cut the prompts into units, for every variant (the drafter with whole blocks and with another length policy, the same
-   with its sequential head switched off, its first slot alone, plain decoding, other drafters that are named),
-   temperature and seed. Ray workers decode them, in batches; each completion is kept as it ends.
+2. Cut the prompts into work items, for every temperature, seed and variant: the drafter with whole blocks and with
+   another length policy, the same with its sequential head switched off, its first slot alone, plain decoding, other
+   drafters that are named. Ray workers decode them, in batches; each completion is kept as it ends.
 3. Let the engine serve a few users with every length policy (`serving/`).
 4. Merge: `events-all.parquet`, `completions-all.parquet` and `timings.json` are what every figure comes from.
 """
@@ -12,26 +12,31 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.drafter_folder import published_config
+from pipelines.evaluation import figures
+from pipelines.evaluation.round_log import EVENTS, read_events
+from pipelines.records import DecodedItem, read_record
 from pipelines.settings import Settings
 from pipelines.stages.calibrate import read_calibration
-from pipelines.stages.decode_events import (
+from pipelines.stages.decoding import (
     DSPARK,
     FULL,
     NO_HEAD,
     ONE_SLOT,
     PLAIN,
-    DecodePlan,
-    cut,
+    DecodeWorker,
     decode_all,
+    make_plan,
     read_split,
+    work_items,
 )
 from pipelines.stages.serving import measure_serving
 from pipelines.stages.step_costs import find_step_costs, table_identity
-from pipelines.target_spec import resolve_target
+from pipelines.stages.train import weights_identity
 from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
@@ -43,67 +48,42 @@ TIMINGS = "timings.json"
 
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
     """Variants, temperatures, seeds and lengths; the prompts come with the inputs."""
-    wanted = settings.evaluate
-    fields = {"evaluate": wanted.model_dump(mode="json", exclude={"num_workers"}), "seed": settings.run.seed}
-    if wanted.baselines:
-        from pipelines.stages.train import weights_identity
-
-        fields["baselines"] = {name: weights_identity(folder) for name, folder in wanted.baselines.items()}
-    if wanted.cost.table is not None:
-        fields["cost_table"] = table_identity(wanted.cost.table)
+    section = settings.evaluate
+    fields = {"evaluate": section.model_dump(mode="json", exclude={"num_workers"}), "seed": settings.run.seed}
+    if section.baselines:
+        fields["baselines"] = {name: weights_identity(folder) for name, folder in section.baselines.items()}
+    if section.cost.table is not None:
+        fields["cost_table"] = table_identity(section.cost.table)
     return fields
 
 
 def check(settings: Settings) -> None:
     """Raises UserError for a baseline that cannot draft for this target, and a table that tells no costs."""
-    wanted = settings.evaluate
-    for name, folder in wanted.baselines.items():
+    section = settings.evaluate
+    for name, folder in section.baselines.items():
         published_config(folder, settings, f"evaluate.baselines.{name}")
-    if wanted.cost.table is not None:
-        table_identity(wanted.cost.table)
+    if section.cost.table is not None:
+        table_identity(section.cost.table)
 
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `evaluation/`."""
-    from pipelines.evaluation import figures
-    from pipelines.evaluation.round_log import read_events
-
-    wanted = settings.evaluate
+    section, calibration = settings.evaluate, read_calibration(run)
     folder = Folder(run.location("evaluate"))
-    calibration = read_calibration(run)
     prompts = read_split(Path(run.location("regenerate"), "evaluation.jsonl"), "evaluation")
-    plan = DecodePlan(
-        settings=settings,
-        facts=resolve_target(settings),
-        folder=run.location("evaluate"),
-        circumstances={"identity": run.identity("evaluate")},
-        drafter=str(Path(run.location("train"), "final")),
-        baselines=wanted.baselines,
-        max_new_tokens=wanted.max_new_tokens,
-        rows=wanted.batch_size,
-        calibration=calibration,
-    )
+    plan = make_plan(run, "evaluate", section, baselines=section.baselines, calibration=calibration)
     plan = replace(plan, costs=find_step_costs(plan, reporter))
-    units = []
-    for temperature in wanted.temperatures:
-        # Greedy answers are the same whatever the seed.
-        for seed in wanted.seeds if temperature > 0 else wanted.seeds[:1]:
-            for variant, policy in decodings(settings, temperature):
-                units += cut(
-                    prompts,
-                    variant=variant,
-                    policy=policy,
-                    temperature=temperature,
-                    seed=seed,
-                    split="evaluation",
-                    rows=wanted.batch_size,
-                )
-    records = decode_all(plan, units, wanted.num_workers, reporter)
+    items = work_items(section, prompts, "evaluation", partial(decodings, settings))
+    what = "decoding the evaluation prompts"
+    workers = section.num_workers
+    decode_all(plan, DecodeWorker, items, workers=workers, what=what, unit="prompts", reporter=reporter)
+    cure = "remove it and run the same command again, which decodes these prompts anew"
+    records = [read_record(folder, item.file, DecodedItem, cure).model_dump() for item in items]
     served = measure_serving(plan, prompts, settings.drafter.has_confidence_head, reporter)
     timings = _add_up(records)
     skipped = {name: why for record in records for name, why in record["skipped"].items()}
     folder.write(TIMINGS, json.dumps({"timings": timings, "skipped": skipped}, indent=1).encode())
-    lengths = figures.accepted_lengths(read_events(folder.full("events-all.parquet")))
+    lengths = figures.accepted_lengths(read_events(folder.full(EVENTS)))
     return {
         "prompts": len(prompts),
         "skipped": len(skipped),
@@ -116,17 +96,17 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
 
 def decodings(settings: Settings, temperature: float) -> list[tuple[str, str]]:
     """(variant, policy) pairs at a temperature. Whole blocks of the drafter are always among them."""
-    wanted = settings.evaluate
+    section = settings.evaluate
     has_head = settings.drafter.parts["markov_rank"]
-    found = [(PLAIN, FULL)] if wanted.without_drafter else []
+    found = [(PLAIN, FULL)] if section.without_drafter else []
     found.append((DSPARK, FULL))
-    if wanted.policy != FULL:
-        found.append((DSPARK, wanted.policy))
-    if wanted.without_sequential_head and has_head and temperature == wanted.temperatures[0]:
+    if section.policy != FULL:
+        found.append((DSPARK, section.policy))
+    if section.without_sequential_head and has_head and temperature == section.temperatures[0]:
         found.append((NO_HEAD, FULL))
-    if wanted.one_slot:
+    if section.one_slot:
         found.append((ONE_SLOT, FULL))
-    return found + [(name, FULL) for name in wanted.baselines]
+    return found + [(name, FULL) for name in section.baselines]
 
 
 def _add_up(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

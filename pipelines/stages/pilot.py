@@ -82,10 +82,10 @@ def algorithms_of(settings: Settings) -> tuple[str, ...]:
 
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
     """The sample, everything that decides a pilot's steps, and what is chosen by which bound."""
-    facts, cache = resolve_target(settings), settings.cache
+    spec, cache = resolve_target(settings), settings.cache
     pilots = {name: drafter_fields(pilot_settings(settings, name)) for name in algorithms_of(settings)}
     fields: dict[str, Any] = {
-        "contract": facts.contract(settings, with_block=False),
+        "contract": spec.contract(settings, with_block=False),
         "dtype": settings.target.dtype,
         "max_length": cache.max_length,
         "sample": settings.pilot.model_dump(include={"share", "min_conversations", "max_tokens"}),
@@ -111,10 +111,10 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `pilot/`."""
     from pipelines.training.log import LOG, read_log
 
-    facts = resolve_target(settings)
+    spec = resolve_target(settings)
     root, conversations = run.location("pilot"), Folder(run.location("regenerate"))
     inputs = {"regenerate": run.identity("regenerate")}
-    every, _ = plan_cache(settings, facts, conversations, EXACT, inputs)
+    every, _ = plan_cache(settings, spec, conversations, EXACT, inputs)
     sample = pilot_sample(settings, every)
     seen = {row.sample_id for row in sample}
     steps, lengths = {}, {}
@@ -122,21 +122,21 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
         if algorithms_of(settings):
             cache = f"{root}/cache"
             if not is_finished(cache):
-                rows, plan = plan_cache(settings, facts, conversations, EXACT, inputs, choose=lambda _: list(sample))
-                build(settings, facts, cache, rows, plan, reporter)
+                rows, plan = plan_cache(settings, spec, conversations, EXACT, inputs, choose=lambda _: list(sample))
+                build(settings, spec, cache, rows, plan, reporter)
             for algorithm in algorithms_of(settings):
                 of = pilot_settings(settings, algorithm, (len(sample), len(every)))
                 output = Path(run.directory.path("pilot"), algorithm)
                 steps[algorithm] = count_steps(of, len(sample))
                 if not Folder(output).exists("final/contract.json"):  # what a training writes last
-                    train_on(of, facts, cache, output, reporter, name=f"{algorithm} pilot")
+                    train_on(of, spec, cache, output, reporter, name=f"{algorithm} pilot")
                 lengths[algorithm] = read_log(output / LOG)[-1].get("tau_probabilistic")
         unseen = [row for row in every if row.sample_id not in seen] or list(sample)
         judged = evenly_spaced(unseen, max(2, JUDGED_TOKENS * len(unseen) // sum(len(row.input_ids) for row in unseen)))
         found: dict[str, Any] = {}
         on_pool(
             settings,
-            partial(PilotWorker, settings, facts, root),
+            partial(PilotWorker, settings, spec, root),
             [FindItem(judged=tuple(judged), sample=tuple(sample))],
             workers=1,
             on_result=lambda item, result: found.update(result),

@@ -52,12 +52,12 @@ def check(settings: Settings) -> None:
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `published/`."""
-    facts = resolve_target(settings)
-    target = open_target(settings, facts)
+    spec = resolve_target(settings)
+    target = open_target(settings, spec)
     final = Path(run.location("train"), "final")
     drafter = load_drafter(final, device=target.device, dtype=target.dtype, needs_manifest=True, cure=remade(final))
     summary = run.directory.read_json("run.json") or {}
-    name = settings.publish.name or f"{settings.drafter.algorithm}-{facts.name.split('/')[-1].split(':')[-1]}"
+    name = settings.publish.name or f"{settings.drafter.algorithm}-{spec.name.split('/')[-1].split(':')[-1]}"
     calibration = read_calibration(run)
     report = json.loads(Folder(run.location("report")).read("report.json"))
     folder = run.directory.path("published")
@@ -66,7 +66,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
             name=name,
             drafter=drafter,
             target=target,
-            contract=Contract.from_dict(facts.contract(settings, with_block=True)),
+            contract=Contract.from_dict(spec.contract(settings, with_block=True)),
             calibration=None if calibration is None else without_harm(calibration, judged_errors(report)),
             report=report,
             license=settings.publish.license,

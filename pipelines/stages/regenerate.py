@@ -68,10 +68,10 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
 
 def answer_fields(settings: Settings) -> dict[str, Any]:
     """Everything that the answer to a prompt depends on, the prompt apart."""
-    facts = resolve_target(settings)
-    now = {"render_time": str(settings.data.render_time)} if reads_the_clock(_tokenizer(facts, settings)) else {}
+    spec = resolve_target(settings)
+    now = {"render_time": str(settings.data.render_time)} if reads_the_clock(_tokenizer(spec, settings)) else {}
     return {
-        "target": {"name": facts.name, "revision": facts.revision, **facts.hashes},
+        "target": {"name": spec.name, "revision": spec.revision, **spec.hashes},
         "dtype": settings.target.dtype,
         "thinking": settings.target.thinking,
         "sampling": _sampling(settings),
@@ -84,8 +84,8 @@ def _sampling(settings: Settings) -> dict[str, Any]:
     return settings.regenerate.model_dump(include={"temperature", "top_p", "top_k", "max_new_tokens"})
 
 
-def _tokenizer(facts: TargetSpec, settings: Settings) -> PreTrainedTokenizerBase:
-    return _open_tokenizer(facts.path, settings.target.trust_remote_code)
+def _tokenizer(spec: TargetSpec, settings: Settings) -> PreTrainedTokenizerBase:
+    return _open_tokenizer(spec.path, settings.target.trust_remote_code)
 
 
 @lru_cache(maxsize=1)
@@ -95,8 +95,8 @@ def _open_tokenizer(path: str, trust_remote_code: bool) -> Any:
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `conversations/`."""
-    facts = resolve_target(settings)
-    splits = render_first(read_splits(settings), _tokenizer(facts, settings), settings, reporter)
+    spec = resolve_target(settings)
+    splits = render_first(read_splits(settings), _tokenizer(spec, settings), settings, reporter)
     prompts = splits["train"].prompts
     folder = Folder(run.directory.location(f"{ANSWERS}/{identity_of(answer_fields(settings))[:16]}"))
     size = settings.regenerate.prompts_per_work_item
@@ -118,14 +118,14 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
 
             on_pool(
                 settings,
-                partial(AnswerWorker, settings, facts, folder),
+                partial(AnswerWorker, settings, spec, folder),
                 todo,
                 workers=settings.regenerate.num_workers,
                 on_result=finished,
                 item_name=lambda item: item.name,
             )
     answers = read_answers(folder, prompts, places)
-    result = _join(settings, facts, Folder(run.location("regenerate")), answers, splits)
+    result = _join(settings, spec, Folder(run.location("regenerate")), answers, splits)
     for line in left_out(result, splits, settings.data.min_supervised_tokens):
         reporter.say(line)
     return result
@@ -245,9 +245,9 @@ def left_out(result: dict[str, Any], splits: dict[str, PromptSet], minimum: int)
 class AnswerWorker:
     """Holds the target and answers the prompts of one work item after the other."""
 
-    def __init__(self, settings: Settings, facts: TargetSpec, folder: Folder) -> None:
-        self.settings, self.facts, self.folder = settings, facts, folder
-        self.target = open_target(settings, facts)
+    def __init__(self, settings: Settings, spec: TargetSpec, folder: Folder) -> None:
+        self.settings, self.spec, self.folder = settings, spec, folder
+        self.target = open_target(settings, spec)
         wanted = settings.regenerate
         self.decoder = Decoder(
             self.target,
@@ -257,13 +257,13 @@ class AnswerWorker:
 
     def run(self, item: WorkItem) -> int:
         """Write the item's answers; returns the number of tokens generated."""
-        rows = answer(self.decoder, self.target.tokenizer, item.prompts, self.settings, self.facts)
+        rows = answer(self.decoder, self.target.tokenizer, item.prompts, self.settings, self.spec)
         write_jsonl(self.folder, item.name, rows)
         return sum(len(row["response_ids"]) for row in rows)
 
 
 def answer(
-    decoder: Any, tokenizer: Any, prompts: Sequence[Prompt], settings: Settings, facts: TargetSpec
+    decoder: Any, tokenizer: Any, prompts: Sequence[Prompt], settings: Settings, spec: TargetSpec
 ) -> list[dict[str, Any]]:
     """Conversation rows in the prompts' order; every turn is asked with the target's own earlier answers before it.
 
@@ -274,7 +274,7 @@ def answer(
     """
     from dspark.decoding.target_checks import unknown_token
 
-    rows = [_new_row(prompt, settings, facts) for prompt in prompts]
+    rows = [_new_row(prompt, settings, spec) for prompt in prompts]
     going = dict(zip((prompt.prompt_id for prompt in prompts), zip(prompts, rows, strict=True), strict=True))
     turn = 0
     while going:
@@ -290,7 +290,7 @@ def answer(
                 row["ended"] = "template"
                 del going[name]
                 continue
-            request = make_request(name, ids, settings.regenerate.max_new_tokens, facts, settings.run.seed + turn)
+            request = make_request(name, ids, settings.regenerate.max_new_tokens, spec, settings.run.seed + turn)
             if decoder.why_not(request) is not None:
                 row["ended"] = "context"
                 del going[name]
@@ -305,7 +305,7 @@ def answer(
                 output, row["ended"] = output[:-1], "no token"
                 del going[completion.request_id]
             row["response_ids"], row["finish_reason"] = output, completion.finish_reason
-            history = answer_message(tokenizer, row["prompt_ids"], output, facts.stop_token_ids, prompt.tools)
+            history = answer_message(tokenizer, row["prompt_ids"], output, spec.stop_token_ids, prompt.tools)
             row["conversations"].append(history)
         turn += 1
     return rows
@@ -346,7 +346,7 @@ def _damage(row: dict[str, Any]) -> str | None:
     return None
 
 
-def _new_row(prompt: Prompt, settings: Settings, facts: TargetSpec) -> dict[str, Any]:
+def _new_row(prompt: Prompt, settings: Settings, spec: TargetSpec) -> dict[str, Any]:
     mode = "on" if thinks(settings.target.thinking, settings.run.seed, prompt.prompt_id) else "off"
     return {
         "key": answer_key(prompt),
@@ -360,13 +360,13 @@ def _new_row(prompt: Prompt, settings: Settings, facts: TargetSpec) -> dict[str,
         "ended": None,
         "shortened": False,
         "thinking": mode,
-        "generator": {"target": facts.name, "revision": facts.revision, "sampling": _sampling(settings)},
+        "generator": {"target": spec.name, "revision": spec.revision, "sampling": _sampling(settings)},
     }
 
 
 def _join(
     settings: Settings,
-    facts: TargetSpec,
+    spec: TargetSpec,
     folder: Folder,
     answers: Iterable[dict[str, Any]],
     splits: dict[str, PromptSet],
@@ -396,7 +396,7 @@ def _join(
     if not domains:
         if ended["context"] == answered:
             raise UserError(
-                f"none of the {answered} prompts fits the target's context of {facts.max_positions} tokens with an "
+                f"none of the {answered} prompts fits the target's context of {spec.max_positions} tokens with an "
                 "answer; give shorter prompts (data.train)"
             )
         raise UserError(
@@ -406,7 +406,7 @@ def _join(
     for split in ("calibration", "evaluation"):
         write_jsonl(folder, f"{split}.jsonl", (prompt.to_row() for prompt in splits[split].prompts))
     manifest = {
-        "generator": {"target": facts.name, "revision": facts.revision},
+        "generator": {"target": spec.name, "revision": spec.revision},
         "sampling": _sampling(settings),
         "thinking": settings.target.thinking,
         "rows": answered - len(short),

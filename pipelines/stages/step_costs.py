@@ -12,11 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.decoding.proposers import proposer_for
+from dspark.decoding.sampling import SamplingConfig
 from dspark.decoding.step_costs import StepCosts
+from dspark.decoding.step_timing import measure_step_costs
 from pipelines.errors import UserError
+from pipelines.provenance import hardware
 from pipelines.settings.schema import EvaluateSettings
-from pipelines.stages.decode_events import DSPARK, DecodePlan, open_drafters
-from pipelines.workers import on_pool, open_target, session
+from pipelines.stages.decoding import DSPARK, DecodePlan, DecodeWorker
+from pipelines.workers import on_pool, session
 from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
@@ -28,16 +32,16 @@ BROKEN = (OSError, ValueError, TypeError, AttributeError, LookupError, OverflowE
 SCHEDULERS = ("scheduler", "two-steps-behind")
 
 
-def serving_temperature(wanted: EvaluateSettings) -> float | None:
+def serving_temperature(evaluate: EvaluateSettings) -> float | None:
     """The decoding temperature of the serving comparison; None without one."""
-    if wanted.serving is None:
+    if evaluate.serving is None:
         return None
-    return wanted.temperatures[-1] if wanted.serving.temperature is None else wanted.serving.temperature
+    return evaluate.temperatures[-1] if evaluate.serving.temperature is None else evaluate.serving.temperature
 
 
-def needed_temperatures(wanted: EvaluateSettings) -> list[float]:
-    needed = set(wanted.temperatures) if wanted.policy in SCHEDULERS else set()
-    if (served := serving_temperature(wanted)) is not None:
+def needed_temperatures(evaluate: EvaluateSettings) -> list[float]:
+    needed = set(evaluate.temperatures) if evaluate.policy in SCHEDULERS else set()
+    if (served := serving_temperature(evaluate)) is not None:
         needed.add(served)
     return sorted(needed)
 
@@ -55,16 +59,16 @@ def table_identity(path: str) -> dict[str, Any]:
 
 def find_step_costs(plan: DecodePlan, reporter: Reporter) -> dict[float, dict[str, Any]]:
     """Step costs by decoding temperature, as `StepCosts.to_dict` gives them."""
-    folder, wanted = Folder(plan.folder), plan.settings.evaluate
-    temperatures = needed_temperatures(wanted)
+    folder, evaluate = Folder(plan.folder), plan.settings.evaluate
+    temperatures = needed_temperatures(evaluate)
     if folder.exists(STEP_COSTS):
         return read_step_costs(folder)
     if not temperatures:
         return {}
     found: dict[float, dict[str, Any]] = {}
-    if wanted.cost.table is not None:
-        read = table_identity(wanted.cost.table)
-        found = {key: {**read, "source": read["source"] or wanted.cost.table} for key in temperatures}
+    if evaluate.cost.table is not None:
+        read = table_identity(evaluate.cost.table)
+        found = {key: {**read, "source": read["source"] or evaluate.cost.table} for key in temperatures}
     else:
         with session(plan.settings, plan.folder), reporter.task("measuring step costs", len(temperatures)) as task:
 
@@ -99,27 +103,17 @@ def read_step_costs(folder: Folder) -> dict[float, dict[str, Any]]:
         ) from error
 
 
-class CostWorker:
-    """Holds the target and the drafter, and measures them at one temperature after the other."""
+class CostWorker(DecodeWorker):
+    """Measures target and drafter at one temperature after the other."""
 
-    def __init__(self, plan: DecodePlan) -> None:
-        self.plan = plan
-        self.target = open_target(plan.settings, plan.facts)
-        self.drafter = open_drafters(plan, self.target)[DSPARK][1]
-
-    def run(self, temperature: float) -> dict[str, Any]:
-        from dspark.decoding.proposers import proposer_for
-        from dspark.decoding.sampling import SamplingConfig
-        from dspark.decoding.step_timing import measure_step_costs
-        from pipelines.provenance import hardware
-
-        wanted = self.plan.settings.evaluate.cost
+    def run(self, temperature: float) -> dict[str, Any]:  # type: ignore[override]
+        section = self.plan.settings.evaluate.cost
         costs = measure_step_costs(
             self.target,
-            proposer_for(self.drafter, self.target),
-            wanted.tokens,
-            context=wanted.context,
-            repeats=wanted.repeats,
+            proposer_for(self.drafters[DSPARK][1], self.target),
+            section.tokens,
+            context=section.context,
+            repeats=section.repeats,
             sampling=SamplingConfig(temperature=temperature),
             source="measured on this run's device",
         )

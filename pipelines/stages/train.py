@@ -103,16 +103,16 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `checkpoints/`."""
     from pipelines.training.loop import FINAL
 
-    facts, output = resolve_target(settings), Path(run.directory.path("checkpoints"))
+    spec, output = resolve_target(settings), Path(run.directory.path("checkpoints"))
     with session(settings, str(output)):
-        log = train_on(settings, facts, run.location("cache"), output, reporter, tracker=run.tracker)
+        log = train_on(settings, spec, run.location("cache"), output, reporter, tracker=run.tracker)
     keep = ("loss", "tau_probabilistic", "acceptance@0", "skipped_steps")
     return {"steps": log[-1]["step"], "drafter": f"checkpoints/{FINAL}", **{key: log[-1].get(key) for key in keep}}
 
 
 def train_on(
     settings: Settings,
-    facts: TargetSpec,
+    spec: TargetSpec,
     cache: str,
     output: Path,
     reporter: Reporter,
@@ -127,12 +127,12 @@ def train_on(
     from storage.checkpoints import complete_checkpoints
 
     samples = len(TargetCache.open(cache))
-    drafter_config(settings, facts)  # raises for settings that no drafter can have
+    drafter_config(settings, spec)  # raises for settings that no drafter can have
     total = count_steps(settings, samples)
     cpus = cpus_per_rank(settings)
     task = TrainingTask(
         settings=settings,
-        facts=facts,
+        spec=spec,
         cache=cache,
         output=str(output),
         total_steps=total,

@@ -50,7 +50,7 @@ def train_rank(config: dict[str, Any]) -> None:
     task: TrainingTask = config["task"]
     train, output = task.settings.train, Path(task.output)
     cache = task.open_cache()
-    ours = Contract.from_dict(task.facts.contract(task.settings, with_block=True))
+    ours = Contract.from_dict(task.spec.contract(task.settings, with_block=True))
     ours.require_same(Contract.from_dict(cache.contract), ours="these settings", theirs="cache")
     trained, held_back = Rows.of(cache).split(train.validation_samples)
 
@@ -207,7 +207,7 @@ def _sanity_checks(
     warmup = math.ceil(train.warmup_ratio * task.total_steps)
 
     def targets_own(batch: MicroBatch) -> MicroBatch:
-        return with_own_teacher(batch, open_target(task.settings, task.facts))
+        return with_own_teacher(batch, open_target(task.settings, task.spec))
 
     return SanityChecks(
         plan, batch, module.head, targets_own, warmup_steps=warmup, first=first, first_line=train.logging_steps
@@ -220,6 +220,6 @@ def _publish(task: TrainingTask, engine: TrainEngine, module: BlockLoss, contrac
     with engine.whole():
         if engine.rank == 0:
             with new_folder(folder) as staging:
-                save_drafter(module.drafter, staging, task.facts.text_config)
+                save_drafter(module.drafter, staging, task.spec.text_config)
                 contract.write(staging)
     distributed.barrier()

@@ -29,13 +29,13 @@ BIGRAM_ROWS = 20_000  # rows whose token statistics choose the draft vocabulary 
 def make_drafter(task: TrainingTask, cache: TargetCache) -> Drafter:
     """The drafter that the settings ask for, with its starting weights."""
     settings = task.settings
-    config = drafter_config(settings, task.facts)
-    target = open_target(settings, task.facts)
+    config = drafter_config(settings, task.spec)
+    target = open_target(settings, task.spec)
     previous, following = _supervised_pairs(cache)
     drafted = None
     if config.draft_vocab_size is not None:
         counts = torch.bincount(following, minlength=config.vocab_size)
-        drafted = most_frequent_tokens(counts, config.draft_vocab_size, always=task.facts.stop_token_ids)
+        drafted = most_frequent_tokens(counts, config.draft_vocab_size, always=task.spec.stop_token_ids)
     drafter = build_drafter(
         config,
         target,
@@ -55,7 +55,7 @@ def upper_layers(task: TrainingTask, cache: TargetCache) -> Callable[[Tensor], T
         return None
     from dspark.decoding.target_tail import TargetTail
 
-    return TargetTail(open_target(task.settings, task.facts))
+    return TargetTail(open_target(task.settings, task.spec))
 
 
 def teacher_normalizers(module: BlockLoss) -> Callable[[Teacher], Tensor] | None:

@@ -17,7 +17,7 @@ class TrainingTask:
     """What a rank needs; picklable."""
 
     settings: Settings
-    facts: TargetSpec
+    spec: TargetSpec
     cache: str
     output: str
     total_steps: int
@@ -29,11 +29,11 @@ class TrainingTask:
         return TargetCache.open(self.cache, local_copy=train.local_copy, local_copy_bytes=train.local_copy_bytes)
 
 
-def drafter_config(settings: Settings, facts: TargetSpec) -> DrafterConfig:
+def drafter_config(settings: Settings, spec: TargetSpec) -> DrafterConfig:
     """The drafter that these settings ask for, for this target."""
-    given = {"mask_token_id": facts.mask_token_id, "target_layer_ids": facts.target_layer_ids}
+    given = {"mask_token_id": spec.mask_token_id, "target_layer_ids": spec.target_layer_ids}
     trained = {"num_anchors": settings.train.num_anchors, "position_decay": settings.train.loss.position_decay}
-    return DrafterConfig.for_target(facts.text_config, **(settings.drafter.parts | given | trained))
+    return DrafterConfig.for_target(spec.text_config, **(settings.drafter.parts | given | trained))
 
 
 def engine_settings(settings: Settings) -> DeepSpeedSettings:

@@ -38,12 +38,12 @@ def settings(tmp_path: Path, toy_folder: Path) -> Any:
     return load_settings(str(tmp_path / "settings.yaml"), [])
 
 
-def plan_of(facts: Any, settings: Any, codec: str) -> CachePlan:
+def plan_of(spec: Any, settings: Any, codec: str) -> CachePlan:
     rows = conversations()
     return CachePlan(
-        contract=facts.contract(settings, with_block=False),
-        num_layers=len(facts.target_layer_ids),
-        hidden_size=facts.hidden_size,
+        contract=spec.contract(settings, with_block=False),
+        num_layers=len(spec.target_layer_ids),
+        hidden_size=spec.hidden_size,
         samples=[(row.sample_id, len(row.input_ids)) for row in rows],
         spans=[row.spans for row in rows],
         features=CodecSpec(name=codec),
@@ -53,9 +53,9 @@ def plan_of(facts: Any, settings: Any, codec: str) -> CachePlan:
 
 
 def build(root: Path, settings: Any, codec: str = "bf16") -> TargetCache:
-    facts = resolve_target(settings)
-    plan = plan_of(facts, settings, codec)
-    worker, rows = CaptureWorker(settings, facts, str(root)), conversations()
+    spec = resolve_target(settings)
+    plan = plan_of(spec, settings, codec)
+    worker, rows = CaptureWorker(settings, spec, str(root)), conversations()
     if codec == "bf16":
         create_or_resume(root, plan)
     else:
@@ -94,9 +94,9 @@ def test_a_fitted_cache_is_the_same_each_time(tmp_path: Path, settings: Any) -> 
 def test_memory_is_bounded_by_windows_of_rows(tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """At no time do more states wait than those of a window and of the batch that is being computed."""
     monkeypatch.setattr(capture, "WINDOW_BATCHES", 1)
-    facts = resolve_target(settings)
-    create_or_resume(tmp_path / "cache", plan_of(facts, settings, "bf16"))
-    worker = CaptureWorker(settings, facts, str(tmp_path / "cache"))
+    spec = resolve_target(settings)
+    create_or_resume(tmp_path / "cache", plan_of(spec, settings, "bf16"))
+    worker = CaptureWorker(settings, spec, str(tmp_path / "cache"))
     forward, captured, ahead = worker._forward, 0, []
 
     def counted(batch: Any) -> Any:
@@ -114,9 +114,9 @@ def test_memory_is_bounded_by_windows_of_rows(tmp_path: Path, settings: Any, mon
 
 
 def test_an_infinite_state_names_unit_and_row(tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = resolve_target(settings)
-    create_or_resume(tmp_path / "cache", plan_of(facts, settings, "bf16"))
-    worker = CaptureWorker(settings, facts, str(tmp_path / "cache"))
+    spec = resolve_target(settings)
+    create_or_resume(tmp_path / "cache", plan_of(spec, settings, "bf16"))
+    worker = CaptureWorker(settings, spec, str(tmp_path / "cache"))
     real = worker.target.capture
 
     def broken(input_ids: Any, mask: Any) -> Any:

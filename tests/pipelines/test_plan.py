@@ -127,13 +127,13 @@ def test_a_codec_from_one_file_of_one_s_own(tmp_path: Path, toy_folder: Path) ->
     assert 0 < by_name["toy-rounded"]["teacher"]["bound"] < 0.2
     assert "toy-rounded" in plan_text(plan)
 
-    facts = resolve_target(wanted)
+    spec = resolve_target(wanted)
     ids = [list(range(5, 5 + length)) for length in (9, 12)]
     rows = [Conversation(sample_id=f"row-{len(row)}", input_ids=row, spans=[(4, len(row))], extra={}) for row in ids]
     cache_plan = CachePlan(
         contract={},
-        num_layers=len(facts.target_layer_ids),
-        hidden_size=facts.hidden_size,
+        num_layers=len(spec.target_layer_ids),
+        hidden_size=spec.hidden_size,
         samples=[(row.sample_id, len(row.input_ids)) for row in rows],
         **{
             part: CodecSpec(name=name, settings=options)
@@ -142,7 +142,7 @@ def test_a_codec_from_one_file_of_one_s_own(tmp_path: Path, toy_folder: Path) ->
             )
         },
     )
-    worker = CaptureWorker(wanted, facts, str(tmp_path / "cache"))
+    worker = CaptureWorker(wanted, spec, str(tmp_path / "cache"))
     worker.run(FitItem(rows=tuple(rows), plan=cache_plan))
     worker.run(CaptureItem(number=0, rows=tuple(rows), audit=frozenset()))
     finish(tmp_path / "cache")

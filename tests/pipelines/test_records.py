@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dspark.calibration import fit_table, slot_calibration
 from pipelines.errors import UserError
-from pipelines.records import DecodedUnit, Timings, read_record
+from pipelines.records import DecodedItem, Timings, read_record
 from pipelines.runs.directory import RunDirectory
 from pipelines.stages.calibrate import read_calibration
 from pipelines.stages.step_costs import read_step_costs, table_identity
@@ -64,7 +64,7 @@ def read(name: str, folder: Path) -> Any:
     readers = {
         "temperatures.json": lambda: read_calibration(run),
         "timings.json": lambda: read_record(Folder(folder), name, Timings, "make it anew").model_dump(),
-        "unit.json": lambda: read_record(Folder(folder), name, DecodedUnit, "make it anew").model_dump(),
+        "unit.json": lambda: read_record(Folder(folder), name, DecodedItem, "make it anew").model_dump(),
         "step_costs.json": lambda: read_step_costs(Folder(folder)),
         "table.json": lambda: table_identity(str(folder / name)),
         "run.json": lambda: RunDirectory(folder).read_json(name, needs={"settings": dict}),

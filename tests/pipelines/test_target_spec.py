@@ -42,9 +42,9 @@ def hub_cache(toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_hub_model_that_was_fetched_before_works_without_the_network(hub_cache: Path) -> None:
-    facts = resolve_target(settings("some/toy"))
-    assert (facts.name, facts.path, facts.revision) == ("some/toy", str(hub_cache), COMMIT)
-    elsewhere = replace(facts, path="/not/on/this/machine")
+    spec = resolve_target(settings("some/toy"))
+    assert (spec.name, spec.path, spec.revision) == ("some/toy", str(hub_cache), COMMIT)
+    elsewhere = replace(spec, path="/not/on/this/machine")
     assert local_folder(elsewhere) == str(hub_cache)
 
 
@@ -54,11 +54,11 @@ def test_a_hub_model_that_was_never_fetched_names_the_cure(hub_cache: Path) -> N
 
 
 def test_a_folder_of_the_drivers_machine_alone_is_refused_elsewhere(toy_folder: Path) -> None:
-    facts = resolve_target(settings(str(toy_folder)))
-    assert local_folder(facts) == str(toy_folder)
-    assert json.loads((toy_folder / "config.json").read_text())["model_type"] == facts.text_config["model_type"]
+    spec = resolve_target(settings(str(toy_folder)))
+    assert local_folder(spec) == str(toy_folder)
+    assert json.loads((toy_folder / "config.json").read_text())["model_type"] == spec.text_config["model_type"]
     with pytest.raises(UserError, match="storage that every machine sees"):
-        local_folder(replace(facts, path="/not/on/this/machine"))
+        local_folder(replace(spec, path="/not/on/this/machine"))
 
 
 def test_a_revision_of_a_folder_is_refused(toy_folder: Path) -> None:

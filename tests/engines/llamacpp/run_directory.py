@@ -12,7 +12,7 @@ from pipelines.data.chat import render_prompt, thinks
 from pipelines.evaluation.round_log import read_completions, read_events
 from pipelines.runs.run import open_run
 from pipelines.settings import Settings
-from pipelines.stages.decode_events import DSPARK, PLAIN, read_split
+from pipelines.stages.decoding import DSPARK, PLAIN, read_split
 from pipelines.target_spec import resolve_target
 
 from .comparison import Round
@@ -55,15 +55,15 @@ def read_run(folder: Path) -> FinishedRun:
             f"{folder} was evaluated with the length policy {settings.evaluate.policy!r}; llama.cpp verifies full "
             "blocks here: evaluate with evaluate.policy=full"
         )
-    facts = resolve_target(settings)
+    spec = resolve_target(settings)
     return FinishedRun(
         folder=folder,
-        target=Path(facts.path),
+        target=Path(spec.path),
         drafter=folder / "published",
         block_size=json.loads((folder / "published" / "config.json").read_text())["block_size"],
         max_new_tokens=settings.evaluate.max_new_tokens,
-        stop_token_ids=frozenset(facts.stop_token_ids),
-        cases=_cases(folder, _prompts(folder, settings, facts.path)),
+        stop_token_ids=frozenset(spec.stop_token_ids),
+        cases=_cases(folder, _prompts(folder, settings, spec.path)),
     )
 
 

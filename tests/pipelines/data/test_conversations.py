@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from demonstration_prompts import FOLDER, make_prompts, text_of
 
 from pipelines.data import conversations
 from pipelines.data.benchmarks import BENCHMARKS, BOXED
@@ -28,6 +29,11 @@ def write(folder: Path, *rows: Any, name: str = "prompts.jsonl") -> PromptSource
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     (folder / name).write_text("\n".join(lines) + "\n")
     return PromptSource(source=str(folder / name))
+
+
+def test_demonstration_prompts_are_their_program_s() -> None:
+    for split, rows in make_prompts().items():
+        assert (FOLDER / f"{split}.jsonl").read_text(encoding="utf-8") == text_of(rows)
 
 
 def test_demonstration_splits_are_disjoint_and_have_three_domains() -> None:

@@ -9,7 +9,9 @@ from synthetic_events import labels, simulate
 
 from dspark.decoding.rounds import RoundEvent
 from pipelines.evaluation.round_log import (
+    COMPLETIONS,
     EVENT_SCHEMA,
+    EVENTS,
     EventLog,
     EventsMismatch,
     columns,
@@ -27,13 +29,13 @@ def test_the_schema_holds_every_field_of_a_round() -> None:
 def test_rounds_come_back_as_they_were(tmp_path: Path) -> None:
     completion, log = simulate("chat-1", rate=0.7), EventLog(tmp_path, {"checkpoint": "abc"})
     log.append(completion, labels())
-    log.merge(name="x")
-    rows = read_events(tmp_path / "events-x.parquet").to_pylist()
+    log.merge()
+    rows = read_events(tmp_path / EVENTS).to_pylist()
     assert len(rows) == len(completion.rounds)
     for row, event in zip(rows, completion.rounds, strict=True):
         for name, value in event.to_dict().items():
             assert row[name] == pytest.approx(value, rel=1e-6), name
-    (kept,) = read_completions(tmp_path / "completions-x.parquet").to_pylist()
+    (kept,) = read_completions(tmp_path / COMPLETIONS).to_pylist()
     assert kept["output_ids"] == completion.output_ids
     assert kept["finish_reason"] == completion.finish_reason
     assert kept["prompt_tokens"] == 3
@@ -47,18 +49,16 @@ def test_order_of_writing_does_not_matter(tmp_path: Path) -> None:
             log.append(completion, labels())
             log.append(completion, labels())  # doing it again replaces it
         log.merge()
-    for name in ("events-all.parquet", "completions-all.parquet"):
+    for name in (EVENTS, COMPLETIONS):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-def test_goes_on_with_what_is_missing(tmp_path: Path) -> None:
+def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
     log, completion = EventLog(tmp_path), simulate("chat-1", rate=0.6)
-    wanted = {completion_key(f"chat-{index}", labels()) for index in (1, 2)}
-    assert log.finished() == set()
-    log.append(completion, labels())
-    assert log.finished() == {completion_key("chat-1", labels())}
-    with pytest.raises(FileNotFoundError, match="1 of 2 completions"):
-        log.tables(wanted)
+    assert log.kept("chat-1", labels()) is None
+    log.append(completion, labels(), stopwatch=2.5)
+    assert log.kept("chat-1", labels()) == (completion.output_ids, 2.5)
+    assert log.kept("chat-1", labels(temperature=1.0)) is None
 
 
 def test_half_written_files_are_not_seen(tmp_path: Path) -> None:
@@ -66,13 +66,13 @@ def test_half_written_files_are_not_seen(tmp_path: Path) -> None:
     log.append(simulate("chat-1", rate=0.6), labels())
     (part,) = (tmp_path / "parts").iterdir()
     (tmp_path / "parts" / f".{part.name}.host.1.abcd.writing").write_bytes(part.read_bytes()[:100])
-    assert len(log.finished()) == 1
+    assert len(log.tables()[1]) == 1
 
 
 def test_other_circumstances_are_refused(tmp_path: Path) -> None:
     EventLog(tmp_path, {"checkpoint": "abc"}).append(simulate("chat-1", rate=0.6), labels())
     with pytest.raises(EventsMismatch, match=r'"abc".*"def"'):
-        EventLog(tmp_path, {"checkpoint": "def"}).finished()
+        EventLog(tmp_path, {"checkpoint": "def"}).tables()
 
 
 def test_keys_tell_circumstances_apart() -> None:

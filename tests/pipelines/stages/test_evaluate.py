@@ -23,9 +23,9 @@ from pipelines.errors import UserError
 from pipelines.evaluation.round_log import read_completions, read_events
 from pipelines.evaluation.serving import measured_points
 from pipelines.settings import load_settings
-from pipelines.stages.decode_events import DSPARK, FULL, DecodePlan, DecodeWorker, cut
+from pipelines.stages.decoding import DSPARK, FULL, DecodeItem, DecodePlan, DecodeWorker, work_items
 from pipelines.stages.evaluate import decodings
-from pipelines.stages.serving import ServingUnit, ServingWorker
+from pipelines.stages.serving import ServingItem, ServingWorker
 from pipelines.stages.step_costs import CostWorker, needed_temperatures, table_identity
 from pipelines.target_spec import resolve_target
 
@@ -40,6 +40,10 @@ PROMPTS = tuple(
     )
     for index in range(4)
 )
+
+
+def an_item(prompts: tuple[Prompt, ...], **more: Any) -> DecodeItem:
+    return DecodeItem(prompts=prompts, split="evaluation", **{"seed": 0, "temperature": 0.0, **more})
 
 
 def a_drafter(folder: Path, target: Path, layers: tuple[int, ...], algorithm: str = "dspark", **more: Any) -> str:
@@ -68,12 +72,12 @@ def plan(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> DecodePl
     settings = load_settings(Path(__file__).parents[3] / "configs" / "tiny.yaml", words)
     return DecodePlan(
         settings=settings,
-        facts=resolve_target(settings),
+        spec=resolve_target(settings),
         folder=str(folder / "evaluation"),
         circumstances={"identity": "x"},
         drafter=a_drafter(folder / "drafter", toy_folder, (0,)),
         max_new_tokens=10,
-        rows=4,
+        batch_size=4,
     )
 
 
@@ -81,6 +85,17 @@ def plan(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> DecodePl
 def costs(plan: DecodePlan) -> dict[float, dict[str, Any]]:
     worker = CostWorker(plan)
     return {temperature: worker.run(temperature) for temperature in needed_temperatures(plan.settings.evaluate)}
+
+
+def test_work_items_are_every_decoding_in_batches(plan: DecodePlan) -> None:
+    """Greedy text is decoded with one seed; an item holds four batches."""
+    section = plan.settings.evaluate.model_copy(update={"seeds": (1, 2), "batch_size": 1})
+    items = work_items(section, [*PROMPTS, *PROMPTS], "evaluation", lambda temperature: [(DSPARK, FULL)])
+    assert [(item.temperature, item.seed, item.number, item.size) for item in items] == [
+        *[(0.0, 1, number, 4) for number in (0, 1)],
+        *[(1.0, seed, number, 4) for seed in (1, 2) for number in (0, 1)],
+    ]
+    assert len({item.file for item in items}) == len(items)
 
 
 def test_step_costs_are_measured_at_every_temperature(costs: dict[float, dict[str, Any]], tmp_path: Path) -> None:
@@ -102,17 +117,17 @@ def test_step_costs_are_measured_at_every_temperature(costs: dict[float, dict[st
 
 def test_a_kill_before_the_record_loses_neither_tokens_nor_seconds(plan: DecodePlan, tmp_path: Path) -> None:
     own = replace(plan, folder=str(tmp_path))
-    (unit,) = cut(PROMPTS, variant=DSPARK, temperature=0.0, seed=0, split="evaluation", rows=4)
-    record = tmp_path / unit.file
-    DecodeWorker(own).run(unit)
+    item = an_item(PROMPTS, variant=DSPARK)
+    record = tmp_path / item.file
+    DecodeWorker(own).run(item)
     before = json.loads(record.read_text())
     assert before["tokens"] > 0 < before["seconds"]
     record.unlink()
-    DecodeWorker(own).run(unit)
+    DecodeWorker(own).run(item)
     assert json.loads(record.read_text()) == {**before, "seconds": pytest.approx(before["seconds"])}
     record.unlink()
     sorted((tmp_path / "parts").iterdir())[0].unlink()  # one answer was not there yet
-    DecodeWorker(own).run(unit)
+    DecodeWorker(own).run(item)
     again = json.loads(record.read_text())
     assert again["tokens"] == before["tokens"]
     assert again["seconds"] > 0
@@ -132,8 +147,8 @@ def test_a_policy_is_what_decodes(
     worker = DecodeWorker(own)
     texts = {}
     for variant, chosen in ((DSPARK, policy), (DSPARK, FULL), ("plain", FULL)):
-        (unit,) = cut(PROMPTS, variant=variant, policy=chosen, temperature=0.0, seed=0, split="evaluation", rows=4)
-        worker.run(unit)
+        item = an_item(PROMPTS, variant=variant, policy=chosen)
+        worker.run(item)
     worker.log.merge()
     for row in read_completions(f"{tmp_path}/completions-all.parquet").to_pylist():
         texts.setdefault((row["prompt_id"], row["turn"]), set()).add(tuple(row["output_ids"]))
@@ -156,11 +171,9 @@ def test_a_policy_is_what_decodes(
 def test_every_policy_under_load(plan: DecodePlan, costs: dict[float, dict[str, Any]], tmp_path: Path) -> None:
     worker = ServingWorker(replace(plan, folder=str(tmp_path), costs=costs))
     for policy in ("none", "one-slot", "static", "full", "threshold", "scheduler", "two-steps-behind"):
-        worker.run(ServingUnit(policy=policy, users=2, prompts=PROMPTS))
+        worker.run(ServingItem(policy=policy, users=2, prompts=PROMPTS))
     worker.log.merge()
-    points = {
-        point["policy"]: point for point in measured_points(read_events(f"{tmp_path}/serving/events-all.parquet"))
-    }
+    points = {point["policy"]: point for point in measured_points(read_events(f"{tmp_path}/events-all.parquet"))}
     assert points["none"]["drafts"] == 0
     assert points["none"]["accepted_length"] == pytest.approx(1)
     assert points["one-slot"]["drafts"] == 1
@@ -178,8 +191,8 @@ def test_other_drafters_are_decoded_beside(plan: DecodePlan, toy_folder: Path, t
     own = replace(plan, folder=str(tmp_path / "out"), baselines=baselines)
     worker = DecodeWorker(own)
     for variant in (*baselines, "one-slot", "plain"):
-        (unit,) = cut(PROMPTS[1:], variant=variant, temperature=0.0, seed=0, split="evaluation", rows=4)
-        worker.run(unit)
+        item = an_item(PROMPTS[1:], variant=variant)
+        worker.run(item)
     worker.log.merge()
     events = read_events(f"{own.folder}/events-all.parquet").to_pylist()
     assert {row["drafter"] for row in events} == {"eagle3", "dflash", "one-slot"}
@@ -190,7 +203,7 @@ def test_other_drafters_are_decoded_beside(plan: DecodePlan, toy_folder: Path, t
     (broken / "config.json").write_text(json.dumps({**config, "hidden_size": config["hidden_size"] * 2}))
     with pytest.raises(UserError, match=r"evaluate.baselines.old: .*broken cannot draft for this target"):
         DecodeWorker(replace(plan, baselines={"old": str(broken)}))
-    contract = plan.facts.contract(plan.settings, with_block=True)
+    contract = plan.spec.contract(plan.settings, with_block=True)
     (Path(baselines["dflash"]) / "contract.json").write_text(json.dumps({**contract, "weights_sha256": "0" * 64}))
     write_manifest(Path(baselines["dflash"]))
     with pytest.raises(UserError, match=r"evaluate.baselines.dflash: .*weights_sha256"):
@@ -199,29 +212,29 @@ def test_other_drafters_are_decoded_beside(plan: DecodePlan, toy_folder: Path, t
 
 def test_a_stopped_unit_goes_on_with_the_prompts_that_are_missing(plan: DecodePlan, tmp_path: Path) -> None:
     worker = DecodeWorker(replace(plan, folder=str(tmp_path)))
-    (unit,) = cut(PROMPTS, variant="plain", temperature=1.0, seed=0, split="evaluation", rows=4)
-    worker.run(unit)
+    item = an_item(PROMPTS, variant="plain", temperature=1.0)
+    worker.run(item)
     worker.log.merge()
     before = read_completions(f"{tmp_path}/completions-all.parquet").to_pylist()
     parts = sorted((tmp_path / "parts").iterdir())
-    (tmp_path / unit.file).unlink()
+    (tmp_path / item.file).unlink()
     for path in parts[:2]:
         path.unlink()
     kept = {path: path.stat().st_mtime_ns for path in parts[2:]}
-    worker.run(unit)
+    worker.run(item)
     worker.log.merge()
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     after = read_completions(f"{tmp_path}/completions-all.parquet").to_pylist()
     assert [row["output_ids"] for row in after] == [row["output_ids"] for row in before]
-    assert json.loads((tmp_path / unit.file).read_text())["tokens"] == sum(len(row["output_ids"]) for row in before)
+    assert json.loads((tmp_path / item.file).read_text())["tokens"] == sum(len(row["output_ids"]) for row in before)
 
 
 def test_a_prompt_longer_than_the_context_is_skipped_and_counted(plan: DecodePlan, tmp_path: Path) -> None:
     long = replace(PROMPTS[1], prompt_id="long", turns=(({"role": "user", "content": "word " * 3000},),))
     worker = DecodeWorker(replace(plan, folder=str(tmp_path)))
-    (unit,) = cut((long, PROMPTS[2]), variant=DSPARK, temperature=0.0, seed=0, split="evaluation", rows=4)
-    worker.run(unit)
-    record = json.loads((tmp_path / unit.file).read_text())
+    item = an_item((long, PROMPTS[2]), variant=DSPARK)
+    worker.run(item)
+    record = json.loads((tmp_path / item.file).read_text())
     assert list(record["skipped"]) == ["long"]
     assert "context" in record["skipped"]["long"]
     worker.log.merge()

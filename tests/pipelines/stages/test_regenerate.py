@@ -143,8 +143,8 @@ def test_damaged_answers_are_named(tmp_path: Path) -> None:
 def answer_one(target: Path, folder: Path, asked: Prompt, *words: str, stop_tokens: int = 1) -> dict[str, Any]:
     wanted = load(folder, target, (), *words)
     worker = AnswerWorker(wanted, resolve_target(wanted), Folder(folder))
-    facts = replace(worker.facts, stop_token_ids=tuple(range(stop_tokens)))
-    return regenerate.answer(worker.decoder, worker.target.tokenizer, [asked], wanted, facts)[0]
+    spec = replace(worker.spec, stop_token_ids=tuple(range(stop_tokens)))
+    return regenerate.answer(worker.decoder, worker.target.tokenizer, [asked], wanted, spec)[0]
 
 
 def test_answers_are_no_longer_than_the_context(toy_folder: Path, tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_an_answer_ends_before_an_id_that_the_tokenizer_does_not_have(toy_folder
     worker.target.input_vocab_size -= 60  # the last ids stand for logits that pad the head
     decoder = Decoder(worker.target, sampling=SamplingConfig(temperature=3.0))
     prompts = [prompt(f"p{number}", "x", "y") for number in range(4)]
-    rows = regenerate.answer(decoder, worker.target.tokenizer, prompts, settings, worker.facts)
+    rows = regenerate.answer(decoder, worker.target.tokenizer, prompts, settings, worker.spec)
     assert "no token" in {row["ended"] for row in rows}
     assert all(token < worker.target.input_vocab_size for row in rows for token in row["response_ids"])
     kept = regenerate.left_out({"rows": 4, "dropped": 0, "finish_reasons": {}, "ended": {"no token": 2}}, {}, 1)

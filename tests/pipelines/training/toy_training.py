@@ -75,9 +75,9 @@ def make_target(folder: Path) -> Path:
 
 
 @torch.no_grad()
-def make_cache(root: Path, settings: Settings, facts: TargetSpec) -> None:
+def make_cache(root: Path, settings: Settings, spec: TargetSpec) -> None:
     """Text that the target sampled, with its states."""
-    target = open_target(settings, facts)
+    target = open_target(settings, spec)
     torch.manual_seed(0)
     ids = torch.randint(3, target.vocab_size, (ROWS, PROMPT))
     for _ in range(ANSWER):
@@ -93,14 +93,14 @@ def make_cache(root: Path, settings: Settings, facts: TargetSpec) -> None:
                 sample_id=f"toy-{number}",
                 input_ids=ids[number, :length],
                 spans=[(start, end)] if end > start else [],
-                features=captured.features[number, :length].unflatten(-1, (len(facts.target_layer_ids), -1)),
+                features=captured.features[number, :length].unflatten(-1, (len(spec.target_layer_ids), -1)),
                 last_hidden_state=captured.last_hidden_state[number, :length],
             )
         )
     plan = CachePlan(
-        contract=facts.contract(settings, with_block=False),
-        num_layers=len(facts.target_layer_ids),
-        hidden_size=facts.hidden_size,
+        contract=spec.contract(settings, with_block=False),
+        num_layers=len(spec.target_layer_ids),
+        hidden_size=spec.hidden_size,
         samples=[(row.sample_id, len(row.input_ids)) for row in rows],
         features=CodecSpec(name="bf16"),
         teacher=CodecSpec(name="bf16"),
@@ -123,9 +123,9 @@ class Toy:
         torch.set_num_threads(1)
         self.folder = folder
         self.target = make_target(folder / "target")
-        self.facts = resolve_target(toy_settings(folder, self.target))
+        self.spec = resolve_target(toy_settings(folder, self.target))
         self.cache = folder / "cache"
-        make_cache(self.cache, toy_settings(folder, self.target), self.facts)
+        make_cache(self.cache, toy_settings(folder, self.target), self.spec)
 
     def task(self, name: str, *, cache: Path | None = None, **train: Any) -> TrainingTask:
         output = self.folder / name
@@ -133,7 +133,7 @@ class Toy:
         settings = toy_settings(self.folder, self.target, **train)
         return TrainingTask(
             settings=settings,
-            facts=self.facts,
+            spec=self.spec,
             cache=str(cache or self.cache),
             output=str(output),
             total_steps=count_steps(settings, ROWS),

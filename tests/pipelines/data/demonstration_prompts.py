@@ -1,8 +1,8 @@
-"""Write the demonstration prompts: `python -m pipelines.data.demonstration.make_prompts`.
+"""Write the demonstration prompts: `python tests/pipelines/data/demonstration_prompts.py`.
 
 Short everyday tasks in three domains (chat, mathematics, code), written for this project and put together from
 templates, so that a small target can learn their shape within minutes. The output is a pure function of `SEED`;
-a test compares it with the files in this folder. Each prompt lands in exactly one split.
+`test_conversations.py` compares it with the files. Each prompt lands in exactly one split.
 """
 
 import itertools
@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+FOLDER = Path(__file__).parents[3] / "pipelines" / "data" / "demonstration"
 SEED = 20261129
 SPLITS = {"train": 128, "calibration": 16, "evaluation": 16}  # prompts a domain
 
@@ -136,10 +137,14 @@ def make_prompts() -> dict[str, list[dict[str, object]]]:
     }
 
 
+def text_of(rows: list[dict[str, object]]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
 def main() -> None:
     for split, rows in make_prompts().items():
-        path = Path(__file__).with_name(f"{split}.jsonl")
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        path = FOLDER / f"{split}.jsonl"
+        path.write_text(text_of(rows), encoding="utf-8")
         print(f"{path.name}: {len(rows)} prompts")
 
 
