@@ -14,25 +14,20 @@ import math
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from statistics import mean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dspark.decoding.decoder import Decoder, SamplingConfig
 from dspark.decoding.target import TargetError
-from pipelines.data.chat import generated_sample, make_request, render_turn, thinks
 from pipelines.data.conversations import Prompt, evenly_spaced
 from pipelines.errors import UserError
 from pipelines.progress import Reporter, byte_size, duration
 from pipelines.runs.run import Run
 from pipelines.settings import Settings
-from pipelines.stages.build_cache import count_components
-from pipelines.stages.capture import target_parts, teacher_row
-from pipelines.stages.regenerate import read_conversations, read_splits
+from pipelines.stages.build_cache import count_components, cut_row
+from pipelines.stages.capture import CaptureWorker, Conversation, teacher_row
+from pipelines.stages.regenerate import answer, answer_decoder, read_conversations, read_splits
 from pipelines.stages.train import count_steps
 from pipelines.target_spec import resolve_target
-from pipelines.workers import open_target
 from storage.cache import target_cache as caches
 from storage.cache.target_cache import CacheRow
 from storage.codecs.components import leading_components
@@ -40,59 +35,48 @@ from storage.codecs.fitting import SampleCodecs
 from storage.codecs.registry import HIDDEN_STATES, TEACHER, CodecSpec, codec_names
 from storage.files.filesystems import Folder
 
-if TYPE_CHECKING:
-    from dspark.decoding.target import Target
-    from pipelines.target_spec import TargetSpec
-
 # What `auto` takes is known after the pilot; these stand for it.
 FOR_AUTO = {"features": "projected", "teacher": "corrected"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """One conversation as ids [S], its supervised spans, and what its row says beside."""
-
-    sample_id: str
-    ids: list[int]
-    spans: list[tuple[int, int]]
-    extra: dict[str, Any]
-
-
 def make_plan(settings: Settings, reporter: Reporter, *, rows: int) -> dict[str, Any]:
     """Tokens, bytes a token by codec, storage in all, steps, and times of one worker on this machine; JSON-like."""
-    prompts = read_splits(settings)["train"].prompts
-    spec = resolve_target(settings)
+    prompts, spec = read_splits(settings)["train"].prompts, resolve_target(settings)
     reporter.say(f"opening {spec.name}")
-    target = open_target(settings, spec)
-    recorded = _recorded(settings)
-    decode_speed = None
+    worker = CaptureWorker(settings, spec, settings.run.directory)
+    recorded, answer_seconds = _recorded(settings), None
     if recorded is None:
-        sample = evenly_spaced(prompts, rows)
-        answers, decode_speed = _answers(settings, target, sample, spec, reporter)
-        lengths, exact = [len(answer.ids) for answer in answers], False
+        started, sample = time.perf_counter(), evenly_spaced(prompts, rows)
+        answers = _answers(worker, sample, reporter)
+        answer_seconds = (time.perf_counter() - started) / len(sample) * len(prompts)
+        lengths = [len(answer.input_ids) for answer in answers]
         total_tokens = round(mean(lengths) * len(prompts))
     else:
-        lengths, exact = [len(answer.ids) for answer in recorded], True
+        lengths = [len(answer.input_ids) for answer in recorded]
         total_tokens, answers = sum(lengths), evenly_spaced(recorded, rows)
     if len(answers) < 2:
         raise UserError("a plan is measured on two answers at least; give data.train more prompts")
-    cache_rows, capture_speed = _capture(settings, target, answers, reporter)
-    fitting = sample_codecs(settings, spec, target, cache_rows)
+    reporter.say(f"capturing the states of {len(answers)} answers")
+    started, sample_tokens = time.perf_counter(), sum(len(answer.input_ids) for answer in answers)
+    cache_rows = worker.capture(answers)
+    capture_speed = sample_tokens / (time.perf_counter() - started)
+    fitting = sample_codecs(worker, cache_rows)
     codecs = measure_all(settings, fitting)
     stored = _write_sample(settings, fitting, cache_rows[1::2])
     raw = 2 * spec.hidden_size * (len(spec.target_layer_ids) + 1)
+    error = round(stdev(lengths) / math.sqrt(len(lengths)) * len(prompts))
     kept = len(recorded) if recorded is not None else len(prompts)
     return {
         "prompts": len(prompts),
         "conversations": kept,
         "sample_rows": len(answers),
         "tokens": total_tokens,
-        "tokens_are_exact": exact,
-        "tokens_standard_error": 0 if exact else round(stdev(lengths) / math.sqrt(len(lengths)) * len(prompts)),
+        "tokens_are_exact": recorded is not None,
+        "tokens_standard_error": 0
+        if recorded is not None
+        else round(stdev(lengths) / math.sqrt(len(lengths)) * len(prompts)),
         "tokens_per_row": round(mean(lengths), 1),
-        "supervised_share": round(
-            sum(b - a for x in answers for a, b in x.spans) / sum(len(x.ids) for x in answers), 4
-        ),
+        "supervised_share": round(sum(b - a for x in answers for a, b in x.spans) / sample_tokens, 4),
         "raw_bytes_per_token": raw,
         "raw_bytes": raw * total_tokens,
         "codecs": codecs,
@@ -101,111 +85,46 @@ def make_plan(settings: Settings, reporter: Reporter, *, rows: int) -> dict[str,
         "free_bytes": Run(settings).directory.folder.free_bytes(),
         "max_bytes": settings.cache.max_bytes,
         "train_steps": count_steps(settings, kept),
-        "regenerate_seconds": None
-        if decode_speed is None
-        else round(_answer_tokens(answers, prompts) / decode_speed, 1),
+        "regenerate_seconds": None if answer_seconds is None else round(answer_seconds, 1),
         "capture_seconds": round(total_tokens / capture_speed, 1),
     }
 
 
-def _recorded(settings: Settings) -> list[Answer] | None:
+def _recorded(settings: Settings) -> list[Conversation] | None:
     """The conversations of a run whose `regenerate` is complete; None if there are none."""
     run = Run(settings)
     if not run.is_complete("regenerate"):
         return None
-    answers = []
-    for row in read_conversations(Folder(run.location("regenerate"))):
-        place = str(row["id"])
-        ids, spans = generated_sample(row["prompt_ids"], row["response_ids"], settings.cache.max_length, row=place)
-        if spans:
-            extra = {key: row.get(key) for key in ("domain", "thinking", "finish_reason")}
-            answers.append(Answer(sample_id=place, ids=ids, spans=spans, extra=extra))
-    return answers
+    rows = read_conversations(Folder(run.location("regenerate")))
+    return [one for one in (cut_row(row, settings.cache.max_length) for row in rows) if one.spans]
 
 
-def _answers(
-    settings: Settings, target: Target, prompts: Sequence[Prompt], spec: TargetSpec, reporter: Reporter
-) -> tuple[list[Answer], float]:
-    """The target's own answers to the sample's first questions, and tokens written a second."""
-    wanted, seed = settings.regenerate, settings.run.seed
-    requests = [
-        make_request(
-            prompt.prompt_id,
-            render_turn(target.tokenizer, prompt, prompt.messages, settings),
-            wanted.max_new_tokens,
-            spec,
-            seed,
-        )
-        for prompt in prompts
-    ]
-    sampling = SamplingConfig(temperature=wanted.temperature, top_p=wanted.top_p, top_k=wanted.top_k)
-    of_id = {prompt.prompt_id: prompt for prompt in prompts}
-    decoder = Decoder(target, None, sampling=sampling, max_rows=wanted.batch_size)
-    answers, written, started = [], 0, time.perf_counter()
-    with reporter.task("answers of the sample", total=len(requests), unit="prompts") as task:
-        for done in decoder.generate(requests):
-            written += len(done.output_ids)
-            ids, spans = generated_sample(done.prompt_ids, done.output_ids, settings.cache.max_length)
-            if spans:
-                extra = {
-                    "domain": of_id[done.request_id].domain,
-                    "thinking": thinks(settings.target.thinking, seed, done.request_id),
-                    "finish_reason": done.finish_reason,
-                }
-                answers.append(Answer(sample_id=done.request_id, ids=ids, spans=spans, extra=extra))
-            task.advance(1, tokens=written)
-    return sorted(answers, key=lambda answer: answer.sample_id), written / (time.perf_counter() - started)
+def _answers(worker: CaptureWorker, prompts: Sequence[Prompt], reporter: Reporter) -> list[Conversation]:
+    """The target's own answers to these prompts."""
+    settings, size = worker.settings, worker.settings.regenerate.batch_size
+    decoder, rows = answer_decoder(worker.target, settings), []
+    with reporter.task("answers of the sample", total=len(prompts), unit="prompts") as task:
+        for start in range(0, len(prompts), size):
+            chosen = prompts[start : start + size]
+            rows += answer(decoder, worker.target.tokenizer, chosen, settings, worker.spec)
+            task.advance(len(chosen))
+    return [cut_row(row, settings.cache.max_length) for row in rows if row["response_ids"]]
 
 
-def _answer_tokens(answers: Sequence[Answer], prompts: Sequence[Prompt]) -> float:
-    return mean(sum(end - start for start, end in answer.spans) for answer in answers) * len(prompts)
-
-
-def _capture(
-    settings: Settings, target: Target, answers: Sequence[Answer], reporter: Reporter
-) -> tuple[list[CacheRow], float]:
-    """The sample's states, and tokens a second of the target's forward pass."""
-    import torch
-
-    rows, seconds = [], 0.0
-    total = sum(len(answer.ids) for answer in answers)
-    with reporter.task("states of the sample", total=total, unit="tokens") as task:
-        for answer in answers:
-            started = time.perf_counter()
-            captured = target.capture(torch.tensor([answer.ids], device=target.device), None)
-            features, last = (
-                captured.features[0].to("cpu", torch.bfloat16),
-                captured.last_hidden_state[0].to("cpu", torch.bfloat16),
-            )
-            seconds += time.perf_counter() - started
-            rows.append(
-                CacheRow(
-                    sample_id=answer.sample_id,
-                    input_ids=answer.ids,
-                    spans=answer.spans,
-                    features=features,
-                    last_hidden_state=last,
-                    extra=answer.extra,
-                )
-            )
-            task.advance(len(answer.ids))
-    return rows, total / max(seconds, 1e-9)
-
-
-def sample_codecs(settings: Settings, spec: TargetSpec, target: Target, rows: Sequence[CacheRow]) -> SampleCodecs:
+def sample_codecs(worker: CaptureWorker, rows: Sequence[CacheRow]) -> SampleCodecs:
     """The sample that codecs are fitted and measured on.
 
     The components of a projected one are the whole sample's principal ones: which they are is known after the pilot,
     and their number and step decide the size.
     """
-    taken = [teacher_row(row) for row in rows]
-    count = settings.cache.hidden_states_options.get("directions") or count_components(spec, settings.cache.components)
+    taken, cache, spec = [teacher_row(row) for row in rows], worker.settings.cache, worker.spec
+    count = cache.hidden_states_options.get("directions") or count_components(spec, cache.components)
     projection, shares = leading_components([], [(row.features, True) for row in taken], count)
     return SampleCodecs(
         taken,
         layers=len(spec.target_layer_ids),
         hidden_size=spec.hidden_size,
-        target=partial(target_parts, target),
+        target=worker.parts_for,
         components={"projection": projection, "shares": shares},
     )
 

@@ -206,14 +206,13 @@ def plan_cache(
         if not row["response_ids"]:
             skipped["empty"].append(row["id"])
             continue
-        ids, spans = generated_sample(row["prompt_ids"], row["response_ids"], limit, row=row["id"])
-        if not spans:
+        conversation = cut_row(row, limit)
+        if not conversation.spans:
             skipped["unsupervised after the cut"].append(row["id"])
             continue
         if length > limit:
             shortened.append(row["id"])
-        extra = {key: row[key] for key in ("domain", "thinking", "finish_reason")}
-        rows.append(Conversation(sample_id=row["id"], input_ids=ids, spans=spans, extra=extra))
+        rows.append(conversation)
     if not rows:
         raise UserError(
             f"no conversation has a supervised token within cache.max_length={limit} (the longest "
@@ -238,6 +237,13 @@ def plan_cache(
         max_bytes=settings.cache.max_bytes,
     )
     return rows, plan
+
+
+def cut_row(row: Mapping[str, Any], max_length: int) -> Conversation:
+    """What is captured of a row of the conversations: its first tokens, and which of them the target answered."""
+    ids, spans = generated_sample(row["prompt_ids"], row["response_ids"], max_length, row=row["id"])
+    extra = {key: row[key] for key in ("domain", "thinking", "finish_reason")}
+    return Conversation(sample_id=row["id"], input_ids=ids, spans=spans, extra=extra)
 
 
 def _create(

@@ -85,7 +85,7 @@ class CaptureWorker:
     """Holds the target; captures, encodes and writes one item after the other."""
 
     def __init__(self, settings: Settings, spec: TargetSpec, root: str) -> None:
-        self.settings, self.root = settings, root
+        self.settings, self.spec, self.root = settings, spec, root
         self.target = open_target(settings, spec)
         self._codecs: Codecs | None = None
 

@@ -19,7 +19,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from dspark.decoding.decoder import Decoder, SamplingConfig
-from dspark.decoding.target import open_tokenizer
+from dspark.decoding.target import Target, open_tokenizer
 from pipelines.data.chat import TemplateRefuses, answer_message, make_request, reads_the_clock, render_turn, thinks
 from pipelines.data.conversations import BAD_ROW, Prompt, PromptSet, bad_row, read_prompts
 from pipelines.errors import UserError
@@ -248,18 +248,20 @@ class AnswerWorker:
     def __init__(self, settings: Settings, spec: TargetSpec, folder: Folder) -> None:
         self.settings, self.spec, self.folder = settings, spec, folder
         self.target = open_target(settings, spec)
-        wanted = settings.regenerate
-        self.decoder = Decoder(
-            self.target,
-            sampling=SamplingConfig(temperature=wanted.temperature, top_p=wanted.top_p, top_k=wanted.top_k),
-            max_rows=wanted.batch_size,
-        )
+        self.decoder = answer_decoder(self.target, settings)
 
     def run(self, item: WorkItem) -> int:
         """Write the item's answers; returns the number of tokens generated."""
         rows = answer(self.decoder, self.target.tokenizer, item.prompts, self.settings, self.spec)
         write_jsonl(self.folder, item.name, rows)
         return sum(len(row["response_ids"]) for row in rows)
+
+
+def answer_decoder(target: Target, settings: Settings) -> Decoder:
+    """Plain decoding as the settings sample answers."""
+    section = settings.regenerate
+    sampling = SamplingConfig(temperature=section.temperature, top_p=section.top_p, top_k=section.top_k)
+    return Decoder(target, sampling=sampling, max_rows=section.batch_size)
 
 
 def answer(
