@@ -1,6 +1,6 @@
 """What a reader should be warned of: degenerate text, too few rounds, a drafter that does not help.
 
-Filler text is easy to draft, so a high accepted length on repetitive answers says little. Every warning names what was
+Repetitive text is easy to draft, so a high accepted length on it says little. Every warning names what was
 seen and how often.
 """
 
@@ -17,9 +17,9 @@ _LONGEST_PERIOD = 32
 _SHORTEST_LOOP = 12
 
 
-def repetition(tokens: Sequence[int], gram: int = _GRAM) -> float:
+def repetition(tokens: Sequence[int]) -> float:
     """Share of n-grams that stood before in the same text; 0 for a text without repeats, 0 for a short one."""
-    grams = [tuple(tokens[start : start + gram]) for start in range(len(tokens) - gram + 1)]
+    grams = [tuple(tokens[start : start + _GRAM]) for start in range(len(tokens) - _GRAM + 1)]
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
@@ -103,57 +103,39 @@ def equality_with_plain(
 
 def flags(report: Mapping[str, Any]) -> list[dict[str, str]]:
     """Warnings of a report, gravest first: {"level": "warning" | "note", "text"}."""
-    found: list[tuple[str, str]] = []
+    warnings, notes = [], []
     overall = {
         (row["drafter"], row["temperature"]): row for row in report["accepted_length"] if row["domain"] == "mean"
     }
     for (drafter, temperature), row in overall.items():
-        if drafter == "dspark" and row["rounds"] < FEWEST_ROUNDS:
-            found.append(
-                (
-                    "warning",
-                    f"Only {row['rounds']} rounds at temperature {temperature:g}; below {FEWEST_ROUNDS} "
-                    "the figures are little more than a guess.",
-                )
+        if drafter != "dspark":
+            continue
+        at = f"temperature {temperature:g}"
+        if row["rounds"] < FEWEST_ROUNDS:
+            warnings.append(
+                f"Only {row['rounds']} rounds at {at}; below {FEWEST_ROUNDS} the figures are little more than a guess."
             )
         without = overall.get(("no-sequential-head", temperature))
-        if drafter == "dspark" and without and row["value"] is not None and without["value"] is not None:
+        if without and row["value"] is not None and without["value"] is not None:
             if row["value"] <= without["value"]:
-                found.append(
-                    (
-                        "warning",
-                        f"At temperature {temperature:g} the sequential head does not lengthen what is accepted.",
-                    )
-                )
+                warnings.append(f"At {at} the sequential head does not lengthen what is accepted.")
             elif row["low"] is not None and without["high"] is not None and row["low"] <= without["high"]:
-                found.append(
-                    (
-                        "note",
-                        f"At temperature {temperature:g} the intervals with and without the sequential head overlap.",
-                    )
-                )
+                notes.append(f"At {at} the intervals with and without the sequential head overlap.")
     for row in report["speed"]:
         if row["against_plain"] is not None and row["drafter"] == "dspark" and row["against_plain"] < 1:
-            found.append(
-                (
-                    "note",
-                    f"Slower than plain decoding on this machine at temperature {row['temperature']:g}: "
-                    f"{row['against_plain']:.2f} times its speed.",
-                )
+            notes.append(
+                f"Slower than plain decoding on this machine at temperature {row['temperature']:g}: "
+                f"{row['against_plain']:.2f} times its speed."
             )
-    found += _text_flags(report)
+    _look_at_texts(report, warnings, notes)
     for row in report["confidence"]:
         before, after = row["ece_before"], row["ece_after"]
         if before is not None and after is not None and after > before:
-            found.append(
-                ("warning", f"Calibration made the confidences worse at temperature {row['temperature']:g} (ECE).")
-            )
-    order = {"warning": 0, "note": 1}
-    return [{"level": level, "text": text} for level, text in sorted(found, key=lambda item: order[item[0]])]
+            warnings.append(f"Calibration made the confidences worse at temperature {row['temperature']:g} (ECE).")
+    return [{"level": "warning", "text": text} for text in warnings] + [{"level": "note", "text": t} for t in notes]
 
 
-def _text_flags(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+def _look_at_texts(report: Mapping[str, Any], warnings: list[str], notes: list[str]) -> None:
     drafted = [entry for entry in report["outputs"] if entry["drafter"] == "dspark"]
     # Where the drafter was run, its texts stand for all: they are the target's own, whoever drafts.
     for entry in drafted or report["outputs"]:
@@ -161,30 +143,23 @@ def _text_flags(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         where = f"of {total} outputs of {entry['drafter']} at temperature {entry['temperature']:g}"
         for kind, words in (("empty", "are empty"), ("looping", "end in a loop"), ("repetitive", "repeat themselves")):
             if count := len(entry[kind]):
-                level = "warning" if count * 4 >= total else "note"
-                found.append((level, f"{count} {where} {words}; repetitive text flatters a drafter."))
+                level = warnings if count * 4 >= total else notes
+                level.append(f"{count} {where} {words}; repetitive text flatters a drafter.")
         if entry["identical"] > max(1, total // 4):
-            found.append(("warning", f"{entry['identical']} {where} are identical to another one."))
+            warnings.append(f"{entry['identical']} {where} are identical to another one.")
         if total and entry["cut_by_length"] * 2 > total:
-            found.append(("note", f"{entry['cut_by_length']} {where} were cut by the length limit."))
+            notes.append(f"{entry['cut_by_length']} {where} were cut by the length limit.")
     equality = report["equality"]
     if equality and (odd := equality["compared"] - equality["equal"] - equality["ties"]):
-        found.append(
-            (
-                "warning",
-                f"{odd} of {equality['compared']} greedy outputs differ from plain greedy decoding by more than a tie.",
-            )
+        warnings.append(
+            f"{odd} of {equality['compared']} greedy outputs differ from plain greedy decoding by more than a tie."
         )
     block = (report["subject"].get("drafter") or {}).get("block_size")
     for row in report["accepted_length"]:
         if row["domain"] == "mean" or row["drafter"] != "dspark" or row["value"] is None:
             continue
         if block and row["value"] > 0.95 * (block + 1):
-            found.append(
-                (
-                    "warning",
-                    f"Nearly every draft is accepted on {row['domain']} at temperature {row['temperature']:g}; look at "
-                    "the text before believing it.",
-                )
+            warnings.append(
+                f"Nearly every draft is accepted on {row['domain']} at temperature {row['temperature']:g}; look at "
+                "the text before believing it."
             )
-    return found

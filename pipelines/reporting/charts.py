@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from typing import Any
 
 from markupsafe import Markup
 
@@ -66,6 +67,17 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     return [round(index * step, 10) for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
+def shape(name: str, *classes: str, **attributes: Any) -> str:
+    """An SVG element without content."""
+    return f'<{name} class="{" ".join(classes)}"' + "".join(f' {key}="{at}"' for key, at in attributes.items()) + "/>"
+
+
+def text(kind: str, x: float, y: float, content: str, anchor: str = "") -> str:
+    """A text of a class of the style sheet; `anchor` is where (x, y) lies in it: end, middle, or its start."""
+    where = f' text-anchor="{anchor}"' if anchor else ""
+    return f'<text class="{kind}" x="{x}" y="{y}"{where}>{escape(content)}</text>'
+
+
 def figure(width: int, height: int, title: str, description: str, body: str, kind: str = "chart") -> Markup:
     """An SVG element; title and description are its accessible name."""
     name = escape(f"{title}. {description}", quote=True)
@@ -101,39 +113,29 @@ def line_chart(
         inside = min(max(y, y_range[0]), y_range[1])
         return round(height - bottom - (inside - y_range[0]) / span_y * (height - top - bottom), 1)
 
-    marks = ticks(*y_range) if y_ticks is None else y_ticks
+    marks, base, edge = ticks(*y_range) if y_ticks is None else y_ticks, height - bottom, WIDTH - right
     out = []
     for y in marks:
-        out.append(f'<line class="grid" x1="{left}" x2="{WIDTH - right}" y1="{py(y)}" y2="{py(y)}"/>')
-        out.append(f'<text class="tick" x="{left - 6}" y="{py(y) + 3.5}" text-anchor="end">{y_format(y)}</text>')
+        out.append(shape("line", "grid", x1=left, x2=edge, y1=py(y), y2=py(y)))
+        out.append(text("tick", left - 6, py(y) + 3.5, y_format(y), "end"))
     for x in ticks(*x_range) if x_ticks is None else x_ticks:
-        out.append(
-            f'<text class="tick" x="{px(x)}" y="{height - bottom + 15}" text-anchor="middle">{x_format(x)}</text>'
-        )
+        out.append(text("tick", px(x), base + 15, x_format(x), "middle"))
     for start, end, share in bars:
-        tall = round(share * (height - top - bottom), 1)
-        out.append(
-            f'<rect class="bar-quiet" x="{px(start) + 0.5}" y="{height - bottom - tall}" '
-            f'width="{max(px(end) - px(start) - 1, 0.5):.1f}" height="{tall}"/>'
-        )
-    base = height - bottom
-    out.append(f'<line class="axis" x1="{left}" x2="{WIDTH - right}" y1="{base}" y2="{base}"/>')
+        tall, wide = round(share * (base - top), 1), max(px(end) - px(start) - 1, 0.5)
+        out.append(shape("rect", "bar-quiet", x=px(start) + 0.5, y=base - tall, width=f"{wide:.1f}", height=tall))
+    out.append(shape("line", "axis", x1=left, x2=edge, y1=base, y2=base))
     if diagonal:
-        ends = (px(x_range[0]), py(y_range[0]), px(x_range[1]), py(y_range[1]))
-        out.append('<line class="diagonal" x1="{}" y1="{}" x2="{}" y2="{}"/>'.format(*ends))
-    for one in series:
-        out.append(_band(one, px, py))
-    for one in series:
-        out.append(_line(one, px, py))
+        ends = {"x1": px(x_range[0]), "y1": py(y_range[0]), "x2": px(x_range[1]), "y2": py(y_range[1])}
+        out.append(shape("line", "diagonal", **ends))
+    out += [_band(one, px, py) for one in series]
+    out += [_line(one, px, py) for one in series]
     if cursor:
-        out.append(
-            f'<line class="cursor" data-left="{left}" data-right="{WIDTH - right}" x1="{left}" x2="{left}" y1="{top}" '
-            f'y2="{base}"/>'
-        )
-    out.append(f'<text class="label" x="{WIDTH - right}" y="{height - 4}" text-anchor="end">{escape(x_label)}</text>')
-    out.append(f'<text class="label" x="{left}" y="9">{escape(y_label)}</text>')
-    told = "; ".join(f"{one.name}: {_ends(one.points)}" for one in series)
-    return figure(WIDTH, height, title, told or "no data", "".join(out))
+        data = {"data-left": left, "data-right": edge}
+        out.append(shape("line", "cursor", **data, x1=left, x2=left, y1=top, y2=base))
+    out.append(text("label", edge, height - 4, x_label, "end"))
+    out.append(text("label", left, 9, y_label))
+    description = "; ".join(f"{one.name}: {_ends(one.points)}" for one in series)
+    return figure(WIDTH, height, title, description or "no data", "".join(out))
 
 
 def _ends(points: Points) -> str:
@@ -198,11 +200,11 @@ def tape(value: float | None, low: float | None, high: float | None, cells: int,
     body = []
     for cell in range(cells):
         x = cell * (wide + gap)
-        body.append(f'<rect class="cell" x="{x:.1f}" y="1" width="{wide:.1f}" height="{tall}" rx="3"/>')
+        body.append(shape("rect", "cell", x=f"{x:.1f}", y=1, width=f"{wide:.1f}", height=tall, rx=3))
         share = min(max((value or 0.0) - cell, 0.0), 1.0)
         if share > 0:
-            place = f'x="{x:.1f}" y="1" width="{wide * share:.1f}" height="{tall}" rx="3"'
-            body.append(f'<rect class="cell-full tone-{tone}" {place}/>')
+            size = {"width": f"{wide * share:.1f}", "height": tall}
+            body.append(shape("rect", "cell-full", f"tone-{tone}", x=f"{x:.1f}", y=1, **size, rx=3))
 
     def at(length: float) -> float:
         length = min(max(length, 0.0), float(cells))
@@ -210,13 +212,12 @@ def tape(value: float | None, low: float | None, high: float | None, cells: int,
 
     if low is not None and high is not None and high - low > 1e-3:
         y = tall + 6
-        body.append(f'<line class="whisker tone-{tone}" x1="{at(low)}" x2="{at(high)}" y1="{y}" y2="{y}"/>')
-        for end in (at(low), at(high)):
-            body.append(f'<line class="whisker tone-{tone}" x1="{end}" x2="{end}" y1="{y - 3}" y2="{y + 3}"/>')
-    told = f"{number(value)} of at most {cells} tokens a target pass"
+        for x1, x2, reach in ((at(low), at(high), 0), (at(low), at(low), 3), (at(high), at(high), 3)):
+            body.append(shape("line", "whisker", f"tone-{tone}", x1=x1, x2=x2, y1=y - reach, y2=y + reach))
+    description = f"{number(value)} of at most {cells} tokens a target pass"
     if low is not None:
-        told += f", interval {number(low)} to {number(high)}"
-    return figure(WIDTH, int(tall) + 12, name, told, "".join(body), "tape")
+        description += f", interval {number(low)} to {number(high)}"
+    return figure(WIDTH, int(tall) + 12, name, description, "".join(body), "tape")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,50 +248,48 @@ def interval_chart(
     bottom = top + sum(heights)
     out = []
     for x in ticks(start, end, 5):
-        out.append(f'<line class="grid" x1="{px(x)}" x2="{px(x)}" y1="{top}" y2="{bottom}"/>')
-        out.append(f'<text class="tick" x="{px(x)}" y="{bottom + 14}" text-anchor="middle">{short(x)}</text>')
+        out.append(shape("line", "grid", x1=px(x), x2=px(x), y1=top, y2=bottom))
+        out.append(text("tick", px(x), bottom + 14, short(x), "middle"))
     y = float(top)
     for (label, estimates), height in zip(rows, heights, strict=True):
-        middle = y + height / 2
-        out.append(
-            f'<text class="row" x="{left - 10}" y="{middle + 4}" text-anchor="end">{escape(clipped(label))}</text>'
-        )
+        out.append(text("row", left - 10, y + height / 2 + 4, clipped(label), "end"))
         for index, one in enumerate(estimates):
             at = y + 6 + pitch * (index + 0.5)
             if one.value is None:
                 continue
             if one.low is not None and one.high is not None:
-                ends = f'x1="{px(one.low)}" x2="{px(one.high)}" y1="{at}" y2="{at}"'
-                out.append(f'<line class="whisker tone-{one.tone}" {ends}/>')
+                out.append(shape("line", "whisker", f"tone-{one.tone}", x1=px(one.low), x2=px(one.high), y1=at, y2=at))
             out.append(marker(one.marker, px(one.value), at, one.tone, f"{one.name}: {number(one.value)}", 4))
             after = px(one.high if one.high is not None else one.value) + 8
-            out.append(f'<text class="value" x="{after}" y="{at + 3.5}">{number(one.value)}</text>')
+            out.append(text("value", after, at + 3.5, number(one.value)))
         y += height
-        out.append(f'<line class="rule" x1="0" x2="{WIDTH}" y1="{y}" y2="{y}"/>')
-    out.append(f'<text class="label" x="{WIDTH}" y="{total - 4}" text-anchor="end">{escape(x_label)}</text>')
-    told = "; ".join(
+        out.append(shape("line", "rule", x1=0, x2=WIDTH, y1=y, y2=y))
+    out.append(text("label", WIDTH, total - 4, x_label, "end"))
+    description = "; ".join(
         f"{label}: " + ", ".join(f"{one.name} {number(one.value)}" for one in estimates) for label, estimates in rows
     )
-    return figure(WIDTH, total, title, told or "no data", "".join(out))
+    return figure(WIDTH, total, title, description or "no data", "".join(out))
 
 
 def bar_chart(rows: Sequence[tuple[str, float | None, str, str]], *, title: str) -> Markup:
     """Horizontal bars: (label, value, text at its end, tone)."""
     most = max((value for _, value, _, _ in rows if value is not None), default=0) or 1.0
     out, pitch = [], 40
-    for index, (label, value, text, tone) in enumerate(rows):
-        y = index * pitch
-        long = (value or 0) / most * (WIDTH - 2)
-        out.append(f'<text class="row" x="0" y="{y + 12}">{escape(clipped(label, 32))}</text>')
-        out.append(f'<text class="value" x="{WIDTH}" y="{y + 12}" text-anchor="end">{escape(text)}</text>')
-        out.append(f'<rect class="cell" x="0" y="{y + 18}" width="{WIDTH}" height="10" rx="2"/>')
-        out.append(f'<rect class="cell-full tone-{tone}" x="0" y="{y + 18}" width="{long:.1f}" height="10" rx="2"/>')
-    told = "; ".join(f"{label}: {text}" for label, _, text, _ in rows)
-    return figure(WIDTH, max(pitch * len(rows), 1), title, told or "no data", "".join(out), "chart bars")
+    for index, (label, value, end, tone) in enumerate(rows):
+        y, long = index * pitch, (value or 0) / most * (WIDTH - 2)
+        out += _bar_label(y, label, end)
+        out.append(shape("rect", "cell", x=0, y=y + 18, width=WIDTH, height=10, rx=2))
+        out.append(shape("rect", "cell-full", f"tone-{tone}", x=0, y=y + 18, width=f"{long:.1f}", height=10, rx=2))
+    description = "; ".join(f"{label}: {end}" for label, _, end, _ in rows)
+    return figure(WIDTH, max(pitch * len(rows), 1), title, description or "no data", "".join(out), "chart bars")
+
+
+def _bar_label(y: float, label: str, end: str) -> list[str]:
+    return [text("row", 0, y + 12, clipped(label, 32)), text("value", WIDTH, y + 12, end, "end")]
 
 
 def stacked_bar(
-    rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, title: str, unit: Callable[[float], str]
+    rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, title: str, size_text: Callable[[float], str]
 ) -> Markup:
     """Bars of parts on one scale: (label, [(part, size)])."""
     most = max((sum(size for _, size in parts) for _, parts in rows), default=0) or 1.0
@@ -298,17 +297,16 @@ def stacked_bar(
     out, pitch = [], 44
     for index, (label, parts) in enumerate(rows):
         y, x = index * pitch, 0.0
-        whole = sum(size for _, size in parts)
-        out.append(f'<text class="row" x="0" y="{y + 12}">{escape(clipped(label, 32))}</text>')
-        out.append(f'<text class="value" x="{WIDTH}" y="{y + 12}" text-anchor="end">{escape(unit(whole))}</text>')
+        out += _bar_label(y, label, size_text(sum(size for _, size in parts)))
         for order, (part, size) in enumerate(parts):
             wide = size / most * WIDTH
             tone = tones[order % len(tones)] if len(rows) == 1 or index == 0 else "c"
-            tip = f"<title>{escape(part)}: {escape(unit(size))}</title>"
+            tip = f"<title>{escape(part)}: {escape(size_text(size))}</title>"
             out.append(
                 f'<rect class="cell-full tone-{tone}" x="{x:.1f}" y="{y + 18}" width="{max(wide - 1, 0.8):.1f}" '
                 f'height="14">{tip}</rect>'
             )
             x += wide
-    told = "; ".join(f"{label}: " + ", ".join(f"{part} {unit(size)}" for part, size in parts) for label, parts in rows)
-    return figure(WIDTH, max(pitch * len(rows) - 8, 1), title, told or "no data", "".join(out), "chart bars")
+    said = [f"{label}: " + ", ".join(f"{part} {size_text(size)}" for part, size in parts) for label, parts in rows]
+    description = "; ".join(said) or "no data"
+    return figure(WIDTH, max(pitch * len(rows) - 8, 1), title, description, "".join(out), "chart bars")

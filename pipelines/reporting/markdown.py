@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipelines.reporting import page_tables
 from pipelines.reporting.charts import number, percent
 from pipelines.reporting.looks import name_of
 
@@ -95,19 +96,8 @@ def _speed(report: Mapping[str, Any]) -> list[str]:
 
 def _positions(report: Mapping[str, Any]) -> list[str]:
     slots = max(len(row["slots"]) for row in report["positions"])
-    return markdown_table(
-        ["drafter", "temperature", "domain", *[str(slot + 1) for slot in range(slots)]],
-        [
-            [
-                name_of(row["drafter"]),
-                f"{row['temperature']:g}",
-                row["domain"],
-                *[percent(slot["conditional"]["value"], 1) for slot in row["slots"]],
-                *["–"] * (slots - len(row["slots"])),
-            ]
-            for row in report["positions"]
-        ],
-    )
+    rows = [row[: 3 + slots] for row in page_tables.slots(report["positions"], slots)]
+    return markdown_table(["drafter", "temperature", "domain", *[str(slot + 1) for slot in range(slots)]], rows)
 
 
 def _confidence(report: Mapping[str, Any]) -> list[str]:

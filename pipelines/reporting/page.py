@@ -86,7 +86,7 @@ def _environment() -> jinja2.Environment:
         "facts": _facts,
         "most_tokens": _most_tokens,
         "provenance": _provenance,
-        "round_told": _round_told,
+        "round_in_words": _round_in_words,
         "look_of": look_of,
         "domain_look": domain_look,
         "policy_look": policy_look,
@@ -141,7 +141,7 @@ def _provenance(report: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[s
     return flat, long
 
 
-def _round_told(order: int, entry: Mapping[str, Any]) -> str:
+def _round_in_words(order: int, entry: Mapping[str, Any]) -> str:
     """A round of a sample text in words."""
     parts = [f"Round {order}: {len(entry['accepted'])} kept"]
     cut = entry["cut"]

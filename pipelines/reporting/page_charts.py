@@ -229,4 +229,4 @@ def cache_sizes(info: Record) -> Markup:
     rows = [("this cache", list(info["parts"].items()))]
     if info["reference_bytes_per_token"]:
         rows.append(("the reference, 16 bits a number", [("states", info["reference_bytes_per_token"])]))
-    return stacked_bar(rows, title="Target cache, bytes a token", unit=lambda size: f"{size:,.0f} B a token")
+    return stacked_bar(rows, title="Target cache, bytes a token", size_text=lambda size: f"{size:,.0f} B a token")

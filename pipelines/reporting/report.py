@@ -66,9 +66,8 @@ class ReportInputs:
     created: str | None = None
 
 
-def build_report(run_inputs: ReportInputs) -> dict[str, Any]:
+def build_report(inputs: ReportInputs) -> dict[str, Any]:
     """The whole report as JSON values; docs/report.md says what each field is."""
-    inputs = run_inputs
     lengths = figures.accepted_lengths(inputs.events, inputs.completions)
     overall = {(row["drafter"], row["temperature"]): row["value"] for row in lengths if row["domain"] == figures.MEAN}
     completions = inputs.completions.to_pylist()
@@ -97,7 +96,8 @@ def build_report(run_inputs: ReportInputs) -> dict[str, Any]:
     }
     report["flags"] = quality.flags(report)
     report["summary"] = summary(report)
-    return json.loads(json.dumps(_finite(report), default=str))
+    # JSON has no NaN and no infinity: null stands for both.
+    return json.loads(json.dumps(report, default=_plain_value), parse_constant=lambda _: None)
 
 
 def write_report(report: Mapping[str, Any], folder: str | os.PathLike[str]) -> None:
@@ -123,15 +123,9 @@ def render_report(folder: str | os.PathLike[str]) -> None:
     out.write("report.md", render_markdown(report).encode())
 
 
-def _finite(value: Any) -> Any:
-    """NaN and infinity as null: JSON has neither."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return _finite(value.item()) if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
+def _plain_value(value: Any) -> Any:
+    """What JSON cannot say: a number of numpy as Python's, anything else as text."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else str(value)
 
 
 def _outputs(completions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -166,12 +160,8 @@ def training_curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         if isinstance(step, bool) or not isinstance(step, int | float):
             continue
         for name, value in row.items():
-            if (
-                name != "step"
-                and isinstance(value, int | float)
-                and not isinstance(value, bool)
-                and math.isfinite(value)
-            ):
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if number and name != "step":
                 series.setdefault(name, []).append([float(step), float(value)])
     for points in series.values():
         points.sort(key=lambda point: point[0])
@@ -270,7 +260,8 @@ def summary(report: Mapping[str, Any]) -> list[str]:
     known_ratios = [(t, ratio) for t in temperatures if (ratio := ratios.get(t)) is not None]
     if known_ratios:
         clock = [
-            f"{ratio:.2f} times{'' if index else ' the speed of plain decoding'}{_verdict(ratio)} at temperature {t:g}"
+            f"{ratio:.2f} times{'' if index else ' the speed of plain decoding'}"
+            f"{' (slower)' if ratio < 0.995 else ''} at temperature {t:g}"
             for index, (t, ratio) in enumerate(known_ratios)
         ]
         sentences.append(f"By the clock of this machine that is {_listed(clock)}.")
@@ -279,10 +270,6 @@ def summary(report: Mapping[str, Any]) -> list[str]:
 
 def _listed(items: Sequence[str]) -> str:
     return " and ".join([", ".join(items[:-1]), items[-1]]) if len(items) > 1 else items[0]
-
-
-def _verdict(ratio: float) -> str:
-    return " (slower)" if ratio < 0.995 else ""
 
 
 def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:

@@ -72,9 +72,7 @@ def make_plan(settings: Settings, reporter: Reporter, *, rows: int) -> dict[str,
         "sample_rows": len(answers),
         "tokens": total_tokens,
         "tokens_are_exact": recorded is not None,
-        "tokens_standard_error": 0
-        if recorded is not None
-        else round(stdev(lengths) / math.sqrt(len(lengths)) * len(prompts)),
+        "tokens_standard_error": error if recorded is None else 0,
         "tokens_per_row": round(mean(lengths), 1),
         "supervised_share": round(sum(b - a for x in answers for a, b in x.spans) / sample_tokens, 4),
         "raw_bytes_per_token": raw,
