@@ -34,7 +34,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "a number": ((int, float), "rms_norm_eps rope_theta final_logit_softcapping step_loss_decay"),
     "true or false": (
         (bool,),
-        "attention_bias attention_k_eq_v enable_confidence_head confidence_head_with_markov",
+        "attention_bias attention_k_eq_v enable_confidence_head confidence_head_with_markov context_residual",
     ),
     "a text": ((str,), "hidden_act hidden_activation markov_head_type rope_type"),
     "an object": ((dict,), "rope_parameters rope_scaling full_attention dflash_config dspark_options"),
@@ -83,6 +83,7 @@ class DrafterConfig:
     markov_head_type: str | None = "vanilla"
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
+    context_residual: bool = False  # slots start from the projected state before the anchor as well
     draft_vocab_size: int | None = None
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     position_decay: float | None = field(
@@ -325,6 +326,8 @@ def _check(c: DrafterConfig) -> None:
         raise bad_setting("block_size", c.block_size, f"1 to {MAX_BLOCK_SIZE}")
     if c.block_layout not in drafter.block_layouts:
         raise bad_setting("block_layout", c.block_layout, f"{' or '.join(drafter.block_layouts)} for {c.algorithm}")
+    if c.context_residual and not drafter.takes_context_residual:
+        raise bad_setting("context_residual", True, f"false for {c.algorithm}")
     if drafter.needs_mask_token and (c.mask_token_id is None or not 0 <= c.mask_token_id < c.vocab_size):
         raise bad_setting("mask_token_id", c.mask_token_id, f"0 to {c.vocab_size - 1}, a row of the target's embedding")
     if c.draft_vocab_size is not None and not 1 <= c.draft_vocab_size <= c.vocab_size:

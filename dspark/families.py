@@ -146,3 +146,8 @@ def by_architecture(families: Mapping[str, Family]) -> dict[str, str]:
                 "could not tell them apart; give one of them a name of its own"
             )
     return found
+
+
+def with_residual(architecture: str) -> str:
+    """What a checkpoint with the context residual names: engines do not know it, and so refuse it."""
+    return architecture.removesuffix("Model") + "ContextResidualModel"

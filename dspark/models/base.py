@@ -66,6 +66,7 @@ class Drafter(nn.Module, ABC):
     options: ClassVar[Mapping[str, Any]] = {}  # settings of its own (`drafter.options`), with their defaults
     block_layouts: ClassVar[tuple[str, ...]] = ("anchor-first",)
     needs_mask_token: ClassVar[bool] = True
+    takes_context_residual: ClassVar[bool] = False  # whether `drafter.context_residual` may be set
     first_anchor: ClassVar[int] = 0  # the first position of a sequence at which a block may start
 
     def __init__(self, config: DrafterConfig) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dspark.config import DrafterConfig, bad_setting
-from dspark.families import FAMILIES
+from dspark.config import DrafterConfig, SettingError, bad_setting
+from dspark.families import FAMILIES, with_residual
 from dspark.losses.micro_batch import MicroBatch
 from dspark.models.backbone import DraftLayer, RMSNorm
 from dspark.models.base import Choose, Drafter, OutputWeights, vllm_command
@@ -27,17 +27,24 @@ if TYPE_CHECKING:
     from dspark.decoding.target import Target
 
 MASK_FIRST = "DFlashDraftModel"
+MASK_FIRST_NAMES = (MASK_FIRST, with_residual(MASK_FIRST))
 
 
 @algorithms.register("dflash")
 class DFlash(Drafter):
-    """Draft layers over [anchor, mask x (G-1)], whose keys and values come from the projected context as well."""
+    """Draft layers over [anchor, mask x (G-1)], whose keys and values come from the projected context as well.
+
+    With `context_residual` fc(hidden states) of the position before the anchor is added to every slot's input, so that
+    the residual stream starts from a state of the target's, as EAGLE-3's does (arXiv 2503.01840). Nothing is added at a
+    sequence's first position, which has none before it.
+    """
 
     title = "DFlash"
-    architectures: ClassVar[Mapping[str, str]] = {MASK_FIRST: "qwen3"}
+    architectures: ClassVar[Mapping[str, str]] = dict.fromkeys(MASK_FIRST_NAMES, "qwen3")
     families = tuple(FAMILIES)
     loss: ClassVar[Mapping[str, float]] = {"ce": 1.0, "l1": 0.0}
     block_layouts: ClassVar[tuple[str, ...]] = ("anchor-first", "mask-first")
+    takes_context_residual = True
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
@@ -55,16 +62,19 @@ class DFlash(Drafter):
     @classmethod
     def architecture(cls, config: DrafterConfig) -> str:
         """DSpark's for a block from the anchor: it is the same layout, with a rank of 0."""
-        return MASK_FIRST if config.block_layout == "mask-first" else FAMILIES[config.family].dspark_architecture
+        mask_first = config.block_layout == "mask-first"
+        plain = MASK_FIRST if mask_first else FAMILIES[config.family].dspark_architecture
+        return with_residual(plain) if config.context_residual else plain
 
     @classmethod
     def layout(cls, config: DrafterConfig) -> dict[str, Any]:
-        """z-lab's keys for a mask-first block, else DSpark's."""
+        """z-lab's keys for a mask-first block, else DSpark's; `context_residual` where it is so."""
+        residual = {"context_residual": True} if config.context_residual else {}
         if config.block_layout != "mask-first":
-            return super().layout(config)
+            return super().layout(config) | residual
         shared = {"target_layer_ids": list(config.target_layer_ids), "mask_token_id": config.mask_token_id}
-        return {
-            "architectures": [MASK_FIRST],
+        return residual | {
+            "architectures": [cls.architecture(config)],
             "block_size": config.input_slots,
             "block_layout": config.block_layout,
             "mask_token_id": config.mask_token_id,
@@ -74,9 +84,16 @@ class DFlash(Drafter):
 
     @classmethod
     def read_layout(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        if values["architectures"][0] != MASK_FIRST:
-            return super().read_layout(values)
-        return {
+        architecture, said = values["architectures"][0], values.get("context_residual", False)
+        if said != (architecture in map(with_residual, cls.architectures)):
+            raise SettingError(
+                f"config.json names the architecture {architecture} and has context_residual {said}: the two contradict "
+                "each other, so what the weights are is not known; publish the drafter again"
+            )
+        residual = {"context_residual": said}
+        if architecture not in MASK_FIRST_NAMES:
+            return super().read_layout(values) | residual
+        return residual | {
             "target_layer_ids": values["dflash_config"]["target_layer_ids"],
             "block_size": values["block_size"] - 1,
             "block_layout": "mask-first",
@@ -86,19 +103,23 @@ class DFlash(Drafter):
 
     @classmethod
     def describe(cls, config: DrafterConfig) -> str:
+        layout = super().describe(config)
         if config.block_layout == "mask-first":
-            return f"Layout: {config.input_slots} slots, the anchor's predicts nothing"
-        return super().describe(config)
+            layout = f"Layout: {config.input_slots} slots, the anchor's predicts nothing"
+        return layout + "; the projected state before the anchor is added to every slot" * config.context_residual
 
     @classmethod
     def engine_notes(cls, config: DrafterConfig, *, speculators: bool) -> list[str]:
+        if config.context_residual:
+            return ["Evaluation only: no engine has the context residual (docs/engines.md says what one would add)."]
         if config.block_layout == "mask-first":
             return ["vLLM loads this layout (DFlash: slot j predicts the token at anchor + j, slot 0 nothing)."]
         return ["Evaluation only: without a sequential head engines don't load this layout."]
 
     @classmethod
     def commands(cls, config: DrafterConfig, *, speculators: bool, temperatures: bool) -> dict[str, str]:
-        return vllm_command("dflash", "…", config.block_size) if config.block_layout == "mask-first" else {}
+        served = config.block_layout == "mask-first" and not config.context_residual
+        return vllm_command("dflash", "…", config.block_size) if served else {}
 
     @classmethod
     def speculators_layout(cls, config: DrafterConfig, layer_ids: list[int]) -> dict[str, Any]:
@@ -123,10 +144,6 @@ class DFlash(Drafter):
             "confidence_head_with_markov": config.confidence_head_with_markov,
         }
 
-    def project_context(self, hidden_states: Tensor) -> Tensor:
-        """hidden_norm(fc(hidden_states)): [..., m*d] to [..., d]."""
-        return self.hidden_norm(super().project_context(hidden_states))
-
     def block_states(self, batch: MicroBatch) -> Tensor:
         config = self.config
         slots = config.input_slots
@@ -138,12 +155,16 @@ class DFlash(Drafter):
             slots=slots,
             implementation=self.attention,
         )
-        context = self.project_context(batch.hidden_states)
+        projected = self.project_context(batch.hidden_states)
+        context = self.hidden_norm(projected)
         offsets = torch.arange(slots, device=context.device)
         block_positions = batch.positions[batch.block_anchor][:, None] + offsets
         context_rotation = self.rotary(batch.positions, context.dtype)
         block_rotation = self.rotary(block_positions, context.dtype)
         x = self._block_inputs(batch.input_ids[batch.block_anchor])
+        if self.config.context_residual:
+            before = projected[(batch.block_anchor - 1).clamp(min=0)]
+            x = x + _residual(before, batch.positions[batch.block_anchor])
         for layer in self.layers:
 
             def run(x: Tensor, layer: Any = layer) -> Tensor:
@@ -158,6 +179,13 @@ class DFlash(Drafter):
             x = checkpoint(run, x, use_reentrant=False) if recomputing else run(x)
         return self.norm(x[:, slots - config.block_size :])
 
+    def new_cache(self, rows: int, capacity: int = 256) -> DraftCache:
+        """An empty cache for `rows` requests; for a context residual with each row's last projected state."""
+        cache = super().new_cache(rows, capacity)
+        if self.config.context_residual:
+            cache.last_states = torch.zeros(rows, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        return cache
+
     @torch.no_grad()
     def write_context(
         self, cache: DraftCache, hidden_states: Tensor, token_rows: Tensor, positions: Tensor, next_ids: Tensor
@@ -166,7 +194,10 @@ class DFlash(Drafter):
             return
         cache.reserve(int(positions.max()) + 1)
         token_rows, positions = token_rows.to(cache.device), positions.to(cache.device)
-        context = self.project_context(hidden_states.to(cache.device))  # [M, d]
+        projected = self.project_context(hidden_states.to(cache.device))  # [M, d]
+        if self.config.context_residual:
+            cache.keep_last_states(token_rows, projected)
+        context = self.hidden_norm(projected)
         rotation = self.rotary(positions, context.dtype)
         for index, layer in enumerate(self.layers):
             cache.write(index, token_rows, positions, *layer.self_attn.keys_values(context, rotation))
@@ -189,6 +220,9 @@ class DFlash(Drafter):
         rotation = self.rotary(positions, self.dtype)
         rows = torch.arange(len(anchors), device=cache.device)[:, None]
         x = self._block_inputs(anchor_ids.to(self.device))
+        if self.config.context_residual:
+            assert cache.last_states is not None
+            x = x + _residual(cache.last_states[: len(anchors)], anchors)
         for index, layer in enumerate(self.layers):
 
             def attend(
@@ -260,3 +294,8 @@ class DFlash(Drafter):
         if FAMILIES[self.config.family].scaled_embedding:
             x = x * torch.tensor(math.sqrt(size), dtype=x.dtype)
         return x
+
+
+def _residual(before: Tensor, anchor_positions: Tensor) -> Tensor:
+    """[N, 1, d] to add to the slots of N blocks, from the projected states [N, d] before their anchors [N]."""
+    return (before * (anchor_positions > 0)[:, None])[:, None]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from dspark.config import DrafterConfig
-from dspark.families import FAMILIES, by_architecture
+from dspark.families import FAMILIES, by_architecture, with_residual
 from dspark.models.base import vllm_command
 from dspark.models.dflash import DFlash
 from dspark.models.heads import ConfidenceHead, build_head
@@ -18,7 +18,10 @@ class DSpark(DFlash):
     """Defaults and loss are the settings' own: they are the paper's for this algorithm."""
 
     title = "DSpark"
-    architectures: ClassVar[Mapping[str, str]] = by_architecture(FAMILIES)
+    architectures: ClassVar[Mapping[str, str]] = {
+        **by_architecture(FAMILIES),
+        **{with_residual(name): family for name, family in by_architecture(FAMILIES).items()},
+    }
     loss: ClassVar[Mapping[str, float]] = {}
     fixed: ClassVar[Mapping[str, Any]] = {}
     block_layouts: ClassVar[tuple[str, ...]] = ("anchor-first",)
@@ -35,7 +38,7 @@ class DSpark(DFlash):
 
     @classmethod
     def engine_notes(cls, config: DrafterConfig, *, speculators: bool) -> list[str]:
-        if not config.markov_rank:
+        if config.context_residual or not config.markov_rank:
             return super().engine_notes(config, speculators=speculators)
         kind = config.markov_head_type
         engines = sequential_heads[str(kind)].engines
@@ -50,7 +53,7 @@ class DSpark(DFlash):
 
     @classmethod
     def commands(cls, config: DrafterConfig, *, speculators: bool, temperatures: bool) -> dict[str, str]:
-        if not config.markov_rank:
+        if config.context_residual or not config.markov_rank:
             return {}
         table = " --speculative-dspark-confidence-sts-path sglang_temperatures.json" if temperatures else ""
         known = vllm_command("dspark", "…", config.block_size) | {

@@ -34,6 +34,11 @@ class Speculators(Layout):
             raise SettingError(f"speculators knows Qwen3-style draft layers, not {config.family}: leave it out")
         if algorithms[config.algorithm].speculators_layout(config, []) is None:
             raise SettingError(f"{config.algorithm} has no form in speculators: leave it out")
+        if config.context_residual:
+            raise SettingError(
+                "speculators has no form for drafter.context_residual, and would draft without it: leave the layout "
+                "out, or train with drafter.context_residual=false"
+            )
         if min(config.target_layer_ids) < 0:
             raise SettingError(
                 f"target_layer_ids has {min(config.target_layer_ids)}, the embedding's output, which speculators has "

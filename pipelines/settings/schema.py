@@ -221,6 +221,8 @@ class DrafterSettings(Section):
     markov_head_type: str = "vanilla"  # or gated, rnn
     enable_confidence_head: bool = DrafterConfig.enable_confidence_head
     confidence_head_with_markov: bool = DrafterConfig.confidence_head_with_markov
+    # The projected target state before the anchor is added to every slot's input. No engine loads such a drafter.
+    context_residual: bool = DrafterConfig.context_residual
     draft_vocab_size: Positive | None = None  # null: the target's whole vocabulary
     options: dict[str, Any] = Field(default={})  # settings that only this algorithm has
     initial_weights: str = Field(default="target", min_length=1)  # random, target, or a published drafter's folder

@@ -69,6 +69,7 @@ def a_drafter(target: Any, kind: str) -> Any:
         "gated": {"markov_head_type": "gated"},
         "rnn": {"markov_head_type": "rnn"},
         "dflash": {"algorithm": "dflash"},
+        "context-residual": {"context_residual": True},
         "mask-first": {"algorithm": "dflash", "block_layout": "mask-first"},
         "reduced": {"draft_vocab_size": 40},
         "eagle3": {"algorithm": "eagle3", "num_draft_layers": 1, "block_size": 7},

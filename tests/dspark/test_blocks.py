@@ -20,6 +20,12 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "rnn": ("llama", {"markov_head_type": "rnn"}),
     "dflash": ("llama", {"algorithm": "dflash"}),
     "dflash-mask-first": ("qwen3", {"algorithm": "dflash", "block_layout": "mask-first"}),
+    "context-residual": ("llama", {"context_residual": True}),
+    "context-residual-mask-first": (
+        "qwen3",
+        {"algorithm": "dflash", "block_layout": "mask-first", "context_residual": True},
+    ),
+    "context-residual-gemma4": ("gemma4", {"context_residual": True}),
     "one-slot": ("llama", {"block_size": 1}),
     "gemma4": ("gemma4", {}),
     "eagle3": ("llama", {"algorithm": "eagle3", "num_draft_layers": 1, "block_size": 4}),

@@ -25,7 +25,7 @@ def test_context_keys_are_those_of_the_target_layer() -> None:
     assert sources == [4, 5]
     ids = torch.randint(0, 97, (1, 12))
     captured = target.capture(ids)
-    context = drafter.project_context(captured.features)[0]
+    context = drafter.hidden_norm(drafter.project_context(captured.features))[0]
     state = captured.features[0, :, -32:]
     for layer, source in zip(drafter.layers, sources, strict=True):
         theirs = target.layers[source]

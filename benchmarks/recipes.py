@@ -1,0 +1,199 @@
+"""Which training recipe gives the longest drafts: one setting changed at a time, all else the same.
+
+1. Take a run's conversations, cache and settings.
+2. Train a drafter for each recipe and seed, by the product's own training loop in this process.
+3. Decode the evaluation prompts with each, at every temperature of the settings; rounds are kept as an evaluation keeps
+   them.
+4. Compare each recipe with the first: mean accepted length of the domains, paired by prompt, seeds pooled, with a 95%
+   interval from drawing prompts of each domain again.
+
+What is done is not done again: the same command goes on where it stopped.
+
+    python benchmarks/recipes.py configs/quickstart.yaml --work FOLDER --output OUT.json
+        [--recipes NAME ...] [--seeds 0 1] [--prompts 48] [--recipe 'NAME=KEY=VALUE KEY=VALUE']
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipelines.data.conversations import read_prompts
+from pipelines.evaluation.round_log import EventLog, columns, read_events
+from pipelines.settings import load_settings
+from pipelines.stages.decode_events import DecodePlan, DecodeWorker, cut
+from pipelines.stages.train import count_steps
+from pipelines.target_spec import resolve_target
+from pipelines.training.loop import FINAL, train_rank
+from pipelines.training.task import TrainingTask
+from storage.cache.target_cache import TargetCache
+
+SOFT_CE = "train.loss.ce=0 train.loss.l1=0 train.loss.soft_ce=1"
+RESIDUAL = "drafter.context_residual=true"
+RECIPES = {
+    "default": "",
+    "soft cross-entropy": SOFT_CE,
+    "context residual": RESIDUAL,
+    "context residual, soft cross-entropy": f"{RESIDUAL} {SOFT_CE}",
+    "EAGLE-3": "drafter.algorithm=eagle3",
+}
+DRAWS = 10_000
+
+
+def train(options: argparse.Namespace, name: str, seed: int) -> Path:
+    """The drafter of a recipe and seed, trained unless it is there; its folder."""
+    output = options.work / "drafters" / name.replace(" ", "-") / str(seed)
+    if (output / FINAL).exists():
+        return output / FINAL
+    # The seed decides the weights' start, the order of rows and the anchors; the cache stays the run's.
+    settings = load_settings(options.config, [*shlex.split(RECIPES[name]), f"run.seed={seed}", *options.override])
+    cache = str(Path(settings.run.directory, "cache"))
+    task = TrainingTask(
+        settings=settings,
+        facts=resolve_target(settings),
+        cache=cache,
+        output=str(output),
+        total_steps=count_steps(settings, len(TargetCache.open(cache))),
+        threads=options.threads,
+    )
+    output.mkdir(parents=True, exist_ok=True)
+    train_rank({"task": task})
+    for step in output.glob("step-*"):
+        shutil.rmtree(step)
+    return output / FINAL
+
+
+def decode(options: argparse.Namespace, key: str, drafter: Path) -> None:
+    """Every prompt at every temperature, as far as it is not done yet."""
+    settings = load_settings(options.config, options.override)
+    prompts = read_prompts([source.model_copy(update={"limit": None}) for source in settings.data.evaluation], "evaluation")
+    plan = DecodePlan(
+        settings=settings,
+        facts=resolve_target(settings),
+        folder=str(options.work / "evaluation"),
+        circumstances={"prompts": options.prompts},
+        drafter=None,
+        baselines={key: str(drafter)},
+        max_new_tokens=settings.evaluate.max_new_tokens,
+        rows=settings.evaluate.batch_size,
+    )
+    units = [
+        unit
+        for temperature in settings.evaluate.temperatures
+        for unit in cut(
+            prompts.prompts[: options.prompts],
+            variant=key,
+            temperature=temperature,
+            seed=0,
+            split="evaluation",
+            rows=plan.rows,
+        )
+    ]
+    folder = EventLog(plan.folder, plan.circumstances).folder
+    if todo := [unit for unit in units if not folder.exists(unit.file)]:
+        worker = DecodeWorker(plan)
+        for unit in todo:
+            worker.run(unit)
+
+
+class Lengths:
+    """Committed tokens and rounds of each prompt, by temperature and recipe, seeds pooled."""
+
+    def __init__(self, events: dict[str, np.ndarray], recipes: list[str]) -> None:
+        prompts, of_round = np.unique(events["prompt_id"], return_inverse=True)
+        first = np.array([np.flatnonzero(of_round == index)[0] for index in range(len(prompts))])
+        domains = events["domain"][first]
+        self.prompts = [np.flatnonzero(domains == domain) for domain in np.unique(domains)]
+        self.recipe = np.array([str(key).partition("/")[0] for key in events["drafter"]])
+        self.seed = np.array([str(key).partition("/")[2] for key in events["drafter"]])
+        self.temperature, self.committed, self.of_round = events["temperature"], events["committed"], of_round
+        rng = np.random.default_rng(0)
+        self.draws = [rng.multinomial(len(group), np.full(len(group), 1 / len(group)), DRAWS) for group in self.prompts]
+
+    def of(self, recipe: str, temperature: float, seed: str | None = None) -> tuple[float, np.ndarray]:
+        """Mean accepted length of the domains, and its bootstrap draws."""
+        use = (self.recipe == recipe) & (self.temperature == temperature)
+        if seed is not None:
+            use &= self.seed == seed
+        count = max(int(self.of_round.max()) + 1, 1)
+        tokens = np.bincount(self.of_round[use], self.committed[use], minlength=count)
+        rounds = np.bincount(self.of_round[use], minlength=count)
+        value = np.mean([tokens[group].sum() / rounds[group].sum() for group in self.prompts])
+        drawn = [
+            (draws @ tokens[group]) / (draws @ rounds[group])
+            for draws, group in zip(self.draws, self.prompts, strict=True)
+        ]
+        return float(value), np.mean(drawn, axis=0)
+
+
+def summary(options: argparse.Namespace) -> dict[str, Any]:
+    """Figures of every recipe, and its differences to the first."""
+    folder = options.work / "evaluation"
+    EventLog(str(folder), {"prompts": options.prompts}).merge()
+    events = columns(read_events(folder / "events-all.parquet"))
+    lengths, rows = Lengths(events, options.recipes), []
+    for temperature in sorted(set(events["temperature"])):
+        base, base_draws = lengths.of(options.recipes[0], temperature)
+        for name in options.recipes:
+            value, draws = lengths.of(name, temperature)
+            low, high = np.quantile(draws / base_draws - 1, [0.025, 0.975])
+            rows.append(
+                {
+                    "recipe": name,
+                    "settings": RECIPES[name],
+                    "temperature": float(temperature),
+                    "accepted_length": round(value, 4),
+                    "by_seed": {str(s): round(lengths.of(name, temperature, str(s))[0], 4) for s in options.seeds},
+                    "against_first": round(value / base - 1, 4),
+                    "interval_95": [round(float(low), 4), round(float(high), 4)],
+                }
+            )
+    return {
+        "command": shlex.join(["python", "benchmarks/recipes.py", *sys.argv[1:]]),
+        "measured": time.strftime("%Y-%m-%d", time.gmtime()),
+        "prompts": options.prompts,
+        "seeds": options.seeds,
+        "figures": rows,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="a settings file whose run has a finished cache")
+    parser.add_argument("override", nargs="*", help="KEY=VALUE for every recipe")
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), metavar="NAME", help=f"of {', '.join(RECIPES)}")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--prompts", type=int, default=48)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    options.override.append(f"cluster.threads_per_worker={options.threads}")
+    for seed in options.seeds:
+        for name in options.recipes:
+            began = time.perf_counter()
+            drafter = train(options, name, seed)
+            trained = time.perf_counter()
+            decode(options, f"{name}/{seed}", drafter)
+            print(f"{name}, seed {seed}: trained in {trained - began:.0f} s", flush=True)
+    found = summary(options)
+    for row in found["figures"]:
+        low, high = row["interval_95"]
+        print(
+            f"T={row['temperature']:g} {row['recipe']}: {row['accepted_length']:.3f} "
+            f"({100 * row['against_first']:+.1f}%, {100 * low:+.1f} to {100 * high:+.1f})"
+        )
+    options.output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
