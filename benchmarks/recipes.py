@@ -21,7 +21,6 @@ import shlex
 import shutil
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,9 @@ def train(options: argparse.Namespace, name: str, seed: int) -> Path:
 def decode(options: argparse.Namespace, key: str, drafter: Path) -> None:
     """Every prompt at every temperature, as far as it is not done yet."""
     settings = load_settings(options.config, options.override)
-    prompts = read_prompts([source.model_copy(update={"limit": None}) for source in settings.data.evaluation], "evaluation")
+    prompts = read_prompts(
+        [source.model_copy(update={"limit": None}) for source in settings.data.evaluation], "evaluation"
+    )
     plan = DecodePlan(
         settings=settings,
         facts=resolve_target(settings),

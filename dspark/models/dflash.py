@@ -87,8 +87,8 @@ class DFlash(Drafter):
         architecture, said = values["architectures"][0], values.get("context_residual", False)
         if said != (architecture in map(with_residual, cls.architectures)):
             raise SettingError(
-                f"config.json names the architecture {architecture} and has context_residual {said}: the two contradict "
-                "each other, so what the weights are is not known; publish the drafter again"
+                f"config.json names the architecture {architecture} and says context_residual {said}: the two "
+                "contradict each other, so what the weights are is not known; publish the drafter again"
             )
         residual = {"context_residual": said}
         if architecture not in MASK_FIRST_NAMES:

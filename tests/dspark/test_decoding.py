@@ -89,7 +89,9 @@ def test_plain_greedy_equals_the_full_forward(kind: str, max_rows: int) -> None:
         assert completion.rounds == []
 
 
-@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn", "dflash", "mask-first", "reduced", "context-residual", "eagle3"])
+@pytest.mark.parametrize(
+    "kind", ["vanilla", "gated", "rnn", "dflash", "mask-first", "reduced", "context-residual", "eagle3"]
+)
 def test_speculative_greedy_equals_plain_with_any_drafter(kind: str) -> None:
     target = shared_target()
     requests = some_requests()

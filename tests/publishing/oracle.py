@@ -24,7 +24,8 @@ from pipelines.errors import UserError
 
 MASK_FIRST = "DFlashDraftModel"
 EAGLE3 = "Qwen3Eagle3Model"
-ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel", MASK_FIRST, EAGLE3)
+RESIDUAL = ("Qwen3DSparkContextResidualModel", "Gemma4DSparkContextResidualModel", "DFlashDraftContextResidualModel")
+ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel", MASK_FIRST, EAGLE3, *RESIDUAL)
 PROBE_ROUNDS = 4
 OUTSIDE = -1e4  # logit of a token that is never drafted
 
@@ -91,7 +92,7 @@ class Reader(ABC):
 
     def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         self.config = config
-        self.gemma = config["architectures"][0] == "Gemma4DSparkModel"
+        self.gemma = config["architectures"][0].startswith("Gemma4")
         self.drafted = _drafted(tensors)
         self.tensors = {name: value.float() for name, value in tensors.items()}
         self.eps: float = config["rms_norm_eps"]
@@ -178,7 +179,8 @@ class BlockReader(Reader):
 
     def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         super().__init__(config, tensors)
-        self.first = int(config["architectures"][0] == MASK_FIRST)  # slots before the one that drafts
+        self.residual = config["architectures"][0] in RESIDUAL
+        self.first = int("dflash_config" in config)  # slots before the one that drafts
         self.block_size = config["block_size"] - self.first
         self.mask = config["dflash_config"]["mask_token_id"] if self.first else config["mask_token_id"]
 
@@ -190,11 +192,14 @@ class BlockReader(Reader):
     def _states(self, anchor_id: int, features: Tensor) -> Tensor:
         """Block states [slots, d] after the final norm."""
         position, slots = len(features), self.config["block_size"]
-        context = self._norm(features @ self._weight("fc").T, "hidden_norm")
+        merged = features @ self._weight("fc").T
+        context = self._norm(merged, "hidden_norm")
         ids = torch.tensor([anchor_id] + [self.mask] * (slots - 1))
         x = self.tensors["embed_tokens.weight"][ids]
         if self.gemma:
             x = x * self.config["hidden_size"] ** 0.5
+        if self.residual and position:
+            x = x + merged[-1]
         where = torch.arange(position + slots)
         for layer in range(self.config["num_hidden_layers"]):
             name = f"layers.{layer}."

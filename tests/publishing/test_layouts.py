@@ -102,6 +102,30 @@ def test_other_drafters_in_both_layouts(kind: str, tmp_path: Path) -> None:
         assert torch.equal(stored["lm_head.weight"], made.target.lm_head.weight[drafted])
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("dspark_vanilla", {}),
+        ("dspark_vanilla", {"draft_vocab_size": 40}),
+        ("dspark_gemma4", {}),
+        ("dflash_anchor_first", {"block_layout": "mask-first"}),
+    ],
+)
+def test_a_context_residual_in_the_native_layout_alone(name: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    made = changed(name, context_residual=True, **overrides)
+    publish(made, tmp_path / "published")
+    assert compared(made, tmp_path / "published")["tokens_equal"] == PROBE_ROUNDS * made.drafter.block_size
+    card = (tmp_path / "published" / "README.md").read_text()
+    assert "no engine has the context residual" in card
+    assert "vLLM" not in card
+    if "gemma" not in name:
+        with pytest.raises(
+            SettingError, match=r"drafter\.context_residual.*leave the layout out.*context_residual=false"
+        ):
+            publish(dataclasses.replace(made, layouts=("speculators",)), tmp_path / "both")
+        assert not (tmp_path / "both").exists()
+
+
 def test_drafters_without_a_form_are_refused(tmp_path: Path) -> None:
     made = dataclasses.replace(publication("dspark_gemma4"), layouts=("speculators",))
     with pytest.raises(SettingError, match="Qwen3-style draft layers, not gemma4: leave it out"):
