@@ -74,9 +74,8 @@ def train(options: argparse.Namespace, name: str, seed: int) -> Path:
 def decode(options: argparse.Namespace, key: str, drafter: Path) -> None:
     """Every prompt at every temperature, as far as it is not done yet."""
     settings = load_settings(options.config, options.override)
-    prompts = read_prompts(
-        [source.model_copy(update={"limit": None}) for source in settings.data.evaluation], "evaluation"
-    )
+    sources = [source.model_copy(update={"limit": options.prompts}) for source in settings.data.evaluation]
+    prompts = read_prompts(sources, "evaluation").prompts
     plan = DecodePlan(
         settings=settings,
         facts=resolve_target(settings),
@@ -91,7 +90,7 @@ def decode(options: argparse.Namespace, key: str, drafter: Path) -> None:
         unit
         for temperature in settings.evaluate.temperatures
         for unit in cut(
-            prompts.prompts[: options.prompts],
+            prompts,
             variant=key,
             temperature=temperature,
             seed=0,
