@@ -141,6 +141,12 @@ class DrafterConfig:
         values = as_dict(text_config)
         drafter = algorithms[algorithm]
         family = drafter.family_for(values["model_type"])
+        needed = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+        if missing := [key for key in needed if not values.get(key)]:
+            raise SettingError(
+                f"the target's config ({values['model_type']}) has no {', '.join(missing)}, from which draft layers "
+                "take their sizes (option `target.model`)"
+            )
         num_target_layers = values["num_hidden_layers"]
         known = {one.name for one in fields(cls)}
         settings: dict[str, Any] = read_sizes(values, family) | {

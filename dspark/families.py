@@ -113,11 +113,11 @@ def read_sizes(values: Mapping[str, Any], family: str) -> dict[str, Any]:
         "num_key_value_heads": global_key_heads or values.get("num_key_value_heads") or heads,
         "head_dim": values.get(of.head_dim) or values.get("head_dim") or hidden // heads,
         "hidden_act": values.get(of.activation) or values.get("hidden_act") or of.default_activation,
-        "rms_norm_eps": values.get("rms_norm_eps", 1e-6),
+        "rms_norm_eps": values.get("rms_norm_eps") or 1e-6,
         "attention_bias": bool(values.get("attention_bias", False)),
         "attention_k_eq_v": keys_as_values,
         "rope_parameters": _rope(values, default_theta=of.default_theta),
-        "max_position_embeddings": values.get("max_position_embeddings", 131072),
+        "max_position_embeddings": values.get("max_position_embeddings") or 131072,
         "final_logit_softcapping": values.get("final_logit_softcapping"),
     }
 

@@ -57,10 +57,10 @@ def output_head(model: Any) -> nn.Linear:
     return head
 
 
-def require_decoder(config: Any, name: str, attention: str = "eager") -> None:
-    """Raises TargetError when a model of this config is no decoder that can be read, or lacks that attention.
+def require_decoder(config: Any, name: str, attention: str = "eager") -> Any:
+    """A model of this config on torch's meta device, where it takes no memory.
 
-    The model is made on torch's meta device, where it takes no memory.
+    Raises TargetError when it is no decoder that can be read, or lacks that attention.
     """
     try:
         with torch.device("meta"):
@@ -69,6 +69,7 @@ def require_decoder(config: Any, name: str, attention: str = "eager") -> None:
         raise opening_error(name, attention, error) from error
     text_decoder(model)
     output_head(model)
+    return model
 
 
 def opening_error(name: str, attention: str, error: Exception) -> TargetError:

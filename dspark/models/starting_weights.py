@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dspark.decoding.target import Target
 
 PSEUDO_COUNTS = 0.1  # of a row of bigrams
+NO_START = "cannot start from this target's layers; set drafter.initial_weights=random"
 
 
 def build_drafter(
@@ -42,7 +43,8 @@ def build_drafter(
     `start` is "random", "target", or the folder of a published drafter with the same settings. `bigrams`: pairs and
     counts (`bigram_counts`) of the text to learn, from which the Markov head starts where the rest
     starts from the target.
-    Raises SettingError when the folder's drafter has other settings.
+    Raises SettingError when the folder's drafter has other settings, or the target's layers are of another make. On
+    torch's meta device all is as elsewhere, but nothing has a value.
     """
     if start in ("random", "target"):
         drafter = algorithms[config.algorithm](config)
@@ -60,7 +62,12 @@ def build_drafter(
             )
     drafter.share_target(target.embed_tokens.weight, target.lm_head.weight)
     if start == "target":
-        drafter.start_from_target(target)
+        try:
+            drafter.start_from_target(target)
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, RuntimeError) as error:  # a part that the target lacks, or has in another shape
+            raise SettingError(f"{target.name}: a {config.algorithm} drafter {NO_START} ({error})") from error
     if config.draft_vocab_size is not None and drafter.draft_token_ids is None:
         if draft_token_ids is None:
             raise SettingError("draft_vocab_size is set, so the draft tokens must be given")
@@ -83,6 +90,8 @@ def copy_layer(layer: nn.Module, source: nn.Module, without: Collection[str] = (
 @torch.no_grad()
 def scale_projections(layers: Iterable[Any], target: Target, sources: list[int]) -> None:
     """Query and key norms that the target has not, from the scale of its queries and keys."""
+    if target.device.type == "meta":
+        return
     scales = _projection_scales(target, sources)
     for layer, source in zip(layers, sources, strict=True):
         theirs = target.layers[source].state_dict()
@@ -102,15 +111,17 @@ def source_layers(drafter: Any, target: Target, width: int | None = None) -> lis
 
     def fits(layer: Any) -> bool:
         projection = getattr(getattr(layer, "self_attn", None), "q_proj", None)
-        # The draft layers have a norm before the attention.
-        return hasattr(layer, "input_layernorm") and getattr(projection, "weight", torch.empty(0)).shape == wanted
+        # The draft layers have a norm with a weight before the attention.
+        norm = getattr(getattr(layer, "input_layernorm", None), "weight", None)
+        return norm is not None and getattr(projection, "weight", torch.empty(0)).shape == wanted
 
     fitting = [index for index, layer in enumerate(target.layers) if fits(layer)]
     count = len(drafter.layers)
     if len(fitting) < count:
+        fewer = f", or drafter.num_draft_layers={len(fitting)}" if fitting else ""
         raise SettingError(
-            f"{target.name} has {len(fitting)} layers of the draft layers' make and shape, {count} are wanted; "
-            "set `drafter.initial_weights` to random"
+            f"{target.name}: {len(fitting)} of its layers are made as the {count} draft layers are (a norm with a "
+            f"weight, then queries from a projection of shape {tuple(wanted)}): a drafter {NO_START}{fewer}"
         )
     return fitting[-count:]
 

@@ -28,6 +28,7 @@ from pipelines.stages.capture import CaptureWorker, Conversation, teacher_row
 from pipelines.stages.regenerate import answer, answer_decoder, read_conversations, read_splits
 from pipelines.stages.train import count_steps
 from pipelines.target_spec import resolve_target
+from pipelines.training.model import require_drafter
 from storage.cache import target_cache as caches
 from storage.cache.target_cache import CacheRow
 from storage.codecs.components import leading_components
@@ -42,6 +43,7 @@ FOR_AUTO = {"features": "projected", "teacher": "corrected"}
 def make_plan(settings: Settings, reporter: Reporter, *, rows: int) -> dict[str, Any]:
     """Tokens, bytes a token by codec, storage in all, steps, and times of one worker on this machine; JSON-like."""
     prompts, spec = read_splits(settings)["train"].prompts, resolve_target(settings)
+    require_drafter(settings, spec)
     reporter.say(f"opening {spec.name}")
     worker = CaptureWorker(settings, spec, settings.run.directory)
     recorded, answer_seconds = _recorded(settings), None

@@ -16,7 +16,7 @@ from pipelines.errors import UserError
 from pipelines.stages.train import cpus_per_rank
 from pipelines.submission import require_variables
 from pipelines.target_spec import resolve_target
-from pipelines.training.task import drafter_config
+from pipelines.training.model import require_drafter
 
 if TYPE_CHECKING:
     from pipelines.runs.run import Run
@@ -56,7 +56,7 @@ def check_workers(settings: Settings, stages: Sequence[str]) -> None:
     That is a drafter that the target cannot have, an attention that it lacks, machines without room or GPU.
     """
     spec = resolve_target(settings)
-    drafter_config(settings, spec)
+    require_drafter(settings, spec)
     own = _starts_a_cluster(settings)
     # The driver of a cluster need not have what its workers have.
     if own or not settings.target.attn_implementation.startswith("flash"):

@@ -27,7 +27,6 @@ from pipelines.stages.build_cache import build, count_components, plan_cache
 from pipelines.stages.capture import COMPONENTS, CaptureWorker, Conversation
 from pipelines.stages.train import count_steps, drafter_fields, require_shared_folder, train_on
 from pipelines.target_spec import resolve_target
-from pipelines.training.task import drafter_config
 from pipelines.workers import on_pool, session
 from storage.cache.target_cache import CodecSpec, TargetCache, is_finished
 from storage.files.filesystems import Folder
@@ -101,10 +100,12 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
 
 def check(settings: Settings) -> None:
     """Raises UserError for a place where a pilot cannot be trained, and for one that the target cannot have."""
+    from pipelines.training.model import require_drafter
+
     if settings.cache.trains_pilot:
         require_shared_folder(settings)
     for algorithm in algorithms_of(settings):
-        drafter_config(pilot_settings(settings, algorithm), resolve_target(settings))
+        require_drafter(pilot_settings(settings, algorithm), resolve_target(settings))
 
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:

@@ -75,8 +75,8 @@ def drafter_fields(settings: Settings) -> dict[str, Any]:
 
 
 def check(settings: Settings) -> None:
-    """Raises UserError for a drafter that this target cannot have, and for a place where training cannot write."""
-    from pipelines.training.task import drafter_config, engine_settings
+    """Raises UserError for starting weights, engine settings and places that a training cannot use."""
+    from pipelines.training.task import engine_settings
 
     require_shared_folder(settings)
     if (start := settings.drafter.initial_weights) not in ("random", "target"):
@@ -85,7 +85,6 @@ def check(settings: Settings) -> None:
         engine_settings(settings).require_known_keys()
     except ValueError as error:
         raise UserError(f"train.deepspeed: {error}") from error
-    drafter_config(settings, resolve_target(settings))
 
 
 def require_shared_folder(settings: Settings) -> None:

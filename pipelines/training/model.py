@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 
+from dspark.decoding.target import Target
+from dspark.decoding.target_checks import require_decoder
 from dspark.losses.fused_loss import BlockLoss
 from dspark.losses.micro_batch import Teacher
 from dspark.losses.output_head import log_normalizers
@@ -21,7 +25,9 @@ from storage.cache.target_cache import TargetCache
 
 if TYPE_CHECKING:
     from dspark.models.base import Drafter
+    from pipelines.settings import Settings
     from pipelines.settings.schema import TrainSettings
+    from pipelines.target_spec import TargetSpec
 
 BIGRAM_ROWS = 20_000  # rows whose token statistics choose the draft vocabulary and start the Markov head
 
@@ -47,6 +53,16 @@ def make_drafter(task: TrainingTask, cache: TargetCache) -> Drafter:
     if cache.projection is not None and cache.unprojection is not None:
         merge_projection(drafter, cache.projection, cache.unprojection)
     return drafter
+
+
+def require_drafter(settings: Settings, spec: TargetSpec) -> None:
+    """Raises SettingError for a drafter that this target cannot have, or that cannot start from it; reads no weight."""
+    config = replace(drafter_config(settings, spec), draft_vocab_size=None)  # the tokens are counted later
+    if settings.drafter.initial_weights != "target" or settings.target.trust_remote_code:
+        return
+    model = require_decoder(AutoConfig.from_pretrained(spec.path), spec.name)
+    with torch.device("meta"):
+        build_drafter(config, Target(model, target_layer_ids=spec.target_layer_ids, name=spec.name))
 
 
 def upper_layers(task: TrainingTask, cache: TargetCache) -> Callable[[Tensor], Tensor] | None:

@@ -15,6 +15,7 @@ from dspark.decoding.target_checks import require_decoder
 from pipelines.errors import UserError
 from pipelines.progress import Reporter
 from pipelines.runs.executor import run_stages
+from pipelines.runs.plan import make_plan
 from pipelines.runs.preflight import require_room
 from pipelines.settings import Settings, load_settings, settings_from_dict
 from pipelines.stages.train import check as check_training
@@ -124,6 +125,34 @@ def test_what_cannot_work_is_refused_at_the_start_and_leaves_nothing(
     wanted = toy_run(tmp_path, toy_folder, word)
     with pytest.raises(ValueError, match=expected):
         run_stages(wanted, Reporter(quiet=True), only=None if stage is None else [stage])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("algorithm", ["dspark", "dflash", "eagle3"])
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("phi3", "0 of its layers are made as the 1 draft layers are .*; set drafter.initial_weights=random$"),
+        ("olmo2", "0 of its layers are made as the 1 draft layers are .*; set drafter.initial_weights=random$"),
+        ("olmo", "0 of its layers are made as the 1 draft layers are .*; set drafter.initial_weights=random$"),
+        ("solar_open", "solar_open.* has no intermediate_size, from which draft layers take their sizes"),
+    ],
+)
+def test_a_drafter_that_the_target_cannot_have_is_refused_before_the_first_answer(
+    kind: str, expected: str, algorithm: str, target: Path, tmp_path: Path
+) -> None:
+    config = json.loads((target / "config.json").read_text())
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    made = transformers.CONFIG_MAPPING[kind](**{key: config[key] for key in sizes}, pad_token_id=0)
+    made.save_pretrained(target)
+    words = [f"drafter.algorithm={algorithm}", "drafter.num_draft_layers=1"]
+    wanted = toy_run(tmp_path, target, *words)
+    for attempt in (
+        lambda: run_stages(wanted, Reporter(quiet=True), only=["regenerate"]),
+        lambda: make_plan(wanted, Reporter(quiet=True), rows=4),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            attempt()
     assert not (tmp_path / "run").exists()
 
 
