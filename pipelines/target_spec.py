@@ -84,7 +84,7 @@ def resolve_target(settings: Settings) -> TargetSpec:
 
 
 @lru_cache(maxsize=8)
-def _resolve(wanted: TargetSettings, layers: tuple[int, ...] | None, mask: int | None) -> TargetSpec:
+def _resolve(section: TargetSettings, layers: tuple[int, ...] | None, mask: int | None) -> TargetSpec:
     """Find the target (its package, a folder, or the hub at a pinned commit) and read its config and tokenizer."""
     from transformers import AutoConfig, GenerationConfig
 
@@ -98,21 +98,21 @@ def _resolve(wanted: TargetSettings, layers: tuple[int, ...] | None, mask: int |
     )
     from dspark.decoding.target_checks import require_decoder, require_whole_weights
 
-    name, path, revision = locate_target(wanted)
-    remote = {"trust_remote_code": wanted.trust_remote_code, "revision": revision}
+    name, path, revision = locate_target(section)
+    remote = {"trust_remote_code": section.trust_remote_code, "revision": revision}
     if not Path(path, "config.json").is_file():
         raise UserError(
             f"target.model: {path} is no model folder: it has no config.json; give one as `save_pretrained` writes it"
         )
     config = AutoConfig.from_pretrained(path, **remote)
-    if not wanted.trust_remote_code:  # code from elsewhere may compute while it makes a model
+    if not section.trust_remote_code:  # code from elsewhere may compute while it makes a model
         require_decoder(config, name)
     text_config = config.get_text_config()
     tokenizer = open_tokenizer(path, **remote)
     if tokenizer is None:
         raise UserError(f"the target {name!r} has no tokenizer files; put them beside its weights")
-    if wanted.thinking != "off":
-        require_thinking_switch(tokenizer, wanted.thinking)
+    if section.thinking != "off":
+        require_thinking_switch(tokenizer, section.thinking)
     require_whole_weights(Path(path))
     weights = hash_weights(Path(path))
     if weights is None:
@@ -149,20 +149,20 @@ def local_folder(spec: TargetSpec) -> str:
     )
 
 
-def locate_target(wanted: TargetSettings) -> tuple[str, str, str | None]:
+def locate_target(section: TargetSettings) -> tuple[str, str, str | None]:
     """(name, local folder, revision) of the target; a hub model is fetched at the commit that is then recorded."""
-    folder = Path(wanted.model).expanduser()
-    packaged = wanted.model.startswith(PACKAGE_PREFIX)
-    if wanted.revision is not None and (packaged or folder.is_dir()):
+    folder = Path(section.model).expanduser()
+    packaged = section.model.startswith(PACKAGE_PREFIX)
+    if section.revision is not None and (packaged or folder.is_dir()):
         place = "a package of a fixed version" if packaged else "a local folder"
-        raise UserError(f"target.revision is {wanted.revision!r}, but {wanted.model} is {place}: drop it")
+        raise UserError(f"target.revision is {section.revision!r}, but {section.model} is {place}: drop it")
     if packaged:
-        return wanted.model, *_packaged(wanted.model)
+        return section.model, *_packaged(section.model)
     if folder.is_dir():
-        return wanted.model, str(folder), None
-    if wanted.model.count("/") > 1 or wanted.model.startswith((".", "~", "/")):
-        raise UserError(f"target.model: the folder {wanted.model!r} does not exist")
-    return wanted.model, *_from_hub(wanted.model, wanted.revision)
+        return section.model, str(folder), None
+    if section.model.count("/") > 1 or section.model.startswith((".", "~", "/")):
+        raise UserError(f"target.model: the folder {section.model!r} does not exist")
+    return section.model, *_from_hub(section.model, section.revision)
 
 
 def _packaged(name: str) -> tuple[str, str]:

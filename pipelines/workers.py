@@ -35,14 +35,14 @@ def open_target(settings: Settings, spec: TargetSpec) -> Target:
     import torch
 
     torch.set_num_threads(settings.cluster.threads_per_worker or settings.cluster.cpus_per_worker)
-    wanted = settings.target
+    section = settings.target
     target = Target.open(
         local_folder(spec),
-        dtype=wanted.dtype,
-        device=wanted.device,
+        dtype=section.dtype,
+        device=section.device,
         target_layer_ids=spec.target_layer_ids,
-        attn_implementation=wanted.attn_implementation,
-        trust_remote_code=wanted.trust_remote_code,
+        attn_implementation=section.attn_implementation,
+        trust_remote_code=section.trust_remote_code,
         check=False,
     )
     run = Folder(settings.run.directory)

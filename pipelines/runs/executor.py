@@ -45,19 +45,19 @@ def run_stages(
     Raises UserError when another process holds the run, or an output was made with other settings and `redo` is off.
     """
     run = Run(settings, stages=stages)
-    wanted = [name for name in run.stages if only is None or name in only]
+    names = [name for name in run.stages if only is None or name in only]
     outcomes = []
     known = run.directory.exists("run.lock")
     if not known:
-        check_start(run, wanted, redo=redo)  # before the lock: what is refused here leaves no folder behind
+        check_start(run, names, redo=redo)  # before the lock: what is refused here leaves no folder behind
     with run.directory.lock(), ExitStack() as shared:
         if known:
-            check_start(run, wanted, redo=redo)
+            check_start(run, names, redo=redo)
         run.write_summary(provenance)
-        for name in wanted:
+        for name in names:
             for needed in run.stages[name].inputs:
                 run.require(needed, needed_by=name)
-            left = stages_left(run, wanted[wanted.index(name) :])
+            left = stages_left(run, names[names.index(name) :])
             outcomes.append(_do(run, name, left, reporter, shared, redo=redo))
             run.write_summary()
         run.directory.remove_leftovers()

@@ -26,28 +26,28 @@ if TYPE_CHECKING:
 Resources = Mapping[str, float]  # of a node, as Ray names them: CPU, GPU
 
 
-def check_start(run: Run, wanted: Sequence[str], *, redo: bool) -> None:
+def check_start(run: Run, names: Sequence[str], *, redo: bool) -> None:
     """Raises UserError for what a stage or its workers could not do, and for places and inputs that are not theirs."""
     if inside_ray_job():
         require_variables(run.settings.cluster.env_vars)
-    for name in wanted:
+    for name in names:
         if (check := getattr(run.stages[name].load(), "check", None)) is not None:
             check(run.settings)
-    run.refuse_foreign_files(wanted)
-    run.refuse_damaged([*wanted, *(needed for name in wanted for needed in run.stages[name].inputs)])
+    run.refuse_foreign_files(names)
+    run.refuse_damaged([*names, *(needed for name in names for needed in run.stages[name].inputs)])
     if not redo:
-        run.refuse_other_identities(wanted)
-    for name in wanted:
+        run.refuse_other_identities(names)
+    for name in names:
         for needed in run.stages[name].inputs:
-            if needed not in wanted:
+            if needed not in names:
                 run.require(needed, needed_by=name)
-    if left := stages_left(run, wanted):
+    if left := stages_left(run, names):
         check_workers(run.settings, left)
 
 
-def stages_left(run: Run, wanted: Sequence[str]) -> list[str]:
+def stages_left(run: Run, names: Sequence[str]) -> list[str]:
     """Those whose workers still have something to do."""
-    return [name for name in wanted if run.stages[name].on_ray and not run.is_complete(name)]
+    return [name for name in names if run.stages[name].on_ray and not run.is_complete(name)]
 
 
 def check_workers(settings: Settings, stages: Sequence[str]) -> None:
@@ -101,8 +101,8 @@ def require_room(settings: Settings, stages: Sequence[str], nodes: Sequence[Reso
 
 def _count(nodes: Sequence[Resources], cpus: float, gpus: float) -> int:
     """How many workers of this size the nodes have room for; shares of a CPU add up with rounding."""
-    wanted = {"CPU": cpus, "GPU": gpus}
-    return sum(min(int(node.get(kind, 0) / size + 1e-6) for kind, size in wanted.items() if size > 0) for node in nodes)
+    sizes = {"CPU": cpus, "GPU": gpus}
+    return sum(min(int(node.get(kind, 0) / size + 1e-6) for kind, size in sizes.items() if size > 0) for node in nodes)
 
 
 def _starts_a_cluster(settings: Settings) -> bool:

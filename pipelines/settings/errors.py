@@ -20,6 +20,9 @@ CONSTANT = (
     "calibrate.grid_high",
     "calibrate.grid_points",
     "evaluate.cost.row_tokens",
+    "pilot.min_conversations",
+    "pilot.min_steps",
+    "pilot.prior",
 )
 # Keys of earlier versions. A settings file with one is refused, as is the run of an earlier version.
 RENAMED = {
@@ -56,17 +59,23 @@ RENAMED = {
     "evaluate.rows": "evaluate.batch_size",
     "evaluate.workers": "evaluate.num_workers",
     "evaluate.plain": "evaluate.without_drafter",
+    "evaluate.serving.static_length": "evaluate.static_length",
+    "evaluate.serving.threshold": "evaluate.threshold",
     "publish.speculators": "publish.layouts, a list such as [speculators]",
 }
 
 
 def refuse_older_run(values: Mapping[str, Any], source: str) -> None:
     """Raises UserError for the settings of a run that an earlier version made."""
-    for old, new in RENAMED.items():
-        section, key = old.split(".")
-        if isinstance(values.get(section), Mapping) and key in values[section]:
+    changes = {old: f"is now {new}" for old, new in RENAMED.items()}
+    for old, change in (changes | dict.fromkeys(CONSTANT, "is no setting any more")).items():
+        *sections, key = old.split(".")
+        holder: Any = values
+        for section in sections:
+            holder = holder.get(section) if isinstance(holder, Mapping) else None
+        if isinstance(holder, Mapping) and key in holder:
             raise UserError(
-                f"{source} is of a run by an earlier version ({old} is now {new}): finish it with that version, set "
+                f"{source} is of a run by an earlier version ({old} {change}): finish it with that version, set "
                 "another run.directory, or remove this folder and run again"
             )
 

@@ -197,15 +197,13 @@ class PilotSettings(Section):
     algorithms each has a pilot, and drafters of all of them can be trained from the one cache.
     """
 
-    share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1  # of the conversations, spread evenly
-    min_conversations: Positive = 24  # or all, where there are fewer
+    share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1  # of the conversations; 24 or all of them at least
     max_tokens: Positive = 1_000_000  # but no more than these
     algorithms: Annotated[tuple[Algorithm, ...], Distinct] = ()  # none: the drafter's own
-    num_train_epochs: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None  # null: train.num_train_epochs
-    min_steps: Positive = 96  # by more epochs, but no more steps than training has; not where num_train_epochs is set
+    # null: train.num_train_epochs, or more for 96 steps, if the training itself has as many
+    num_train_epochs: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
     max_steps: Positive | None = None  # null: train.max_steps
     global_batch_size: Positive = 32  # or the training's, where that is smaller: few conversations, many steps
-    prior: NonNegative = 0.1  # weight of a projection that looks at all channels alike
 
 
 class DrafterSettings(Section):
@@ -380,8 +378,6 @@ class ServingSettings(Section):
     users: Annotated[tuple[Positive, ...], Distinct] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     measured_users: Annotated[tuple[Positive, ...], Distinct] = (1, 4, 16)
     max_new_tokens: Positive = 64  # of a measured request
-    static_length: Annotated[int, Field(ge=1)] = 3
-    threshold: Share = 0.5
 
 
 class EvaluateSettings(Section):
@@ -395,8 +391,8 @@ class EvaluateSettings(Section):
     # How many drafts a round verifies. Another policy than full is decoded beside it: acceptance figures need whole
     # blocks.
     policy: Literal["full", "static", "threshold", "scheduler", "two-steps-behind"] = "full"
-    static_length: Annotated[int, Field(ge=0)] | None = None
-    threshold: Share | None = None
+    static_length: Positive = 3  # of policy static, which the serving comparison has too
+    threshold: Share = 0.5  # of policy threshold
     without_drafter: bool = True  # decode without a drafter as well
     without_sequential_head: bool = True  # decode with the head off as well, at the first temperature
     one_slot: bool = False  # decode with the drafter's first slot alone as well
@@ -405,11 +401,7 @@ class EvaluateSettings(Section):
     serving: ServingSettings | None = ServingSettings()  # null: no serving comparison
 
     @model_validator(mode="after")
-    def _policy_has_its_number(self) -> EvaluateSettings:
-        if self.policy == "static" and self.static_length is None:
-            raise ValueError("policy static needs evaluate.static_length")
-        if self.policy == "threshold" and self.threshold is None:
-            raise ValueError("policy threshold needs evaluate.threshold")
+    def _names_what_is_decoded(self) -> EvaluateSettings:
         if self.serving is not None and self.serving.temperature not in (None, *self.temperatures):
             raise ValueError(
                 f"evaluate.serving.temperature is {self.serving.temperature:g}, which is not among "

@@ -93,15 +93,15 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
 
 def choose_codecs(settings: Settings, spec: TargetSpec, run: Run) -> dict[str, CodecSpec]:
     """The codecs of `features` and `teacher`: as set, or as the pilot chose them."""
-    wanted = settings.cache
+    section = settings.cache
     chosen: dict[str, CodecSpec] = {}
     for part in ("features", "teacher"):
-        name, options = wanted.codec_of(part)
+        name, options = section.codec_of(part)
         if name == "auto":
             chosen[part] = CodecSpec(**run.result("pilot")["chosen"][part])
         elif name == "projected":
             chosen[part] = CodecSpec(
-                name=name, settings={"directions": count_components(spec, wanted.components), **options}
+                name=name, settings={"directions": count_components(spec, section.components), **options}
             )
         else:
             chosen[part] = CodecSpec(name=name, settings=options)

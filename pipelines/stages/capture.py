@@ -194,13 +194,13 @@ class CaptureWorker:
         """Mean total variation, by sample id, between the stored teacher and the target run over the row alone."""
         import torch
 
-        wanted = item.audit if item.number is None else item.audit & {row.sample_id for row in item.rows}
-        if not wanted:
+        chosen = item.audit if item.number is None else item.audit & {row.sample_id for row in item.rows}
+        if not chosen:
             return {}
         cache = TargetCache.open(self.root, partial=True)
         found = {}
         for index, sample_id in enumerate(cache.sample_ids):
-            if sample_id not in wanted:
+            if sample_id not in chosen:
                 continue
             row = cache.row(index, device=self.target.device, dtype=torch.float32)
             exact = self.target.capture(row.input_ids.long()[None]).last_hidden_state[0, row.teacher_positions]

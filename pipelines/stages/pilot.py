@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 
 FINDINGS = "findings.json"
 EXACT = {part: CodecSpec(name="bf16") for part in ("features", "teacher")}
-JUDGED_TOKENS = 8192  # tokens that the candidates are judged on
+MIN_CONVERSATIONS = 24  # of a pilot, or all there are
+MIN_STEPS = 96  # by more epochs; a weaker pilot says too little about the components
+MEASURED_TOKENS = 8192  # that the candidates are measured on
 KEPT_COMPONENTS = 3.0  # hidden sizes
 MIN_COMPONENT_TOKENS, TOKENS_A_CHANNEL = 16_384, 8  # that the components' statistics come from, where there are as many
 
@@ -48,7 +50,7 @@ MIN_COMPONENT_TOKENS, TOKENS_A_CHANNEL = 16_384, 8  # that the components' stati
 def pilot_settings(settings: Settings, algorithm: str, conversations: tuple[int, int] | None = None) -> Settings:
     """The run's settings for a pilot of this algorithm, its own loss and parts where it is not the drafter's.
 
-    With the number of its `conversations` and of all there are, as many epochs as `pilot.min_steps` takes, but no more
+    With the number of its `conversations` and of all there are, as many epochs as MIN_STEPS takes, but no more
     steps than the training itself has.
     """
     values = settings.to_dict()
@@ -65,9 +67,9 @@ def pilot_settings(settings: Settings, algorithm: str, conversations: tuple[int,
     train["max_steps"] = pilot.max_steps or settings.train.max_steps
     if conversations is not None and pilot.num_train_epochs is None:
         sample, every = conversations
-        wanted = min(pilot.min_steps, count_steps(settings, every))
+        steps = min(MIN_STEPS, count_steps(settings, every))
         train["num_train_epochs"] = max(
-            settings.train.num_train_epochs, wanted / steps_per_epoch(sample, train["global_batch_size"])
+            settings.train.num_train_epochs, steps / steps_per_epoch(sample, train["global_batch_size"])
         )
     return settings_from_dict(values)
 
@@ -87,10 +89,8 @@ def identity(settings: Settings, run: Run) -> dict[str, Any]:
         "contract": spec.contract(settings, with_block=False),
         "dtype": settings.target.dtype,
         "max_length": cache.max_length,
-        "sample": settings.pilot.model_dump(include={"share", "min_conversations", "max_tokens"}),
-        "min_steps": settings.pilot.min_steps,
+        "sample": settings.pilot.model_dump(include={"share", "max_tokens"}),
         "pilots": pilots,
-        "prior": settings.pilot.prior,
         "seed": settings.run.seed,
     }
     if automatic := cache.automatic_codecs:
@@ -133,12 +133,13 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
                     train_on(of, spec, cache, output, reporter, name=f"{algorithm} pilot")
                 lengths[algorithm] = read_log(output / LOG)[-1].get("tau_probabilistic")
         unseen = [row for row in every if row.sample_id not in seen] or list(sample)
-        judged = evenly_spaced(unseen, max(2, JUDGED_TOKENS * len(unseen) // sum(len(row.input_ids) for row in unseen)))
+        tokens = sum(len(row.input_ids) for row in unseen)
+        unseen = evenly_spaced(unseen, max(2, MEASURED_TOKENS * len(unseen) // tokens))
         found: dict[str, Any] = {}
         on_pool(
             settings,
             partial(PilotWorker, settings, spec, root),
-            [FindItem(judged=tuple(judged), sample=tuple(sample))],
+            [FindItem(unseen=tuple(unseen), sample=tuple(sample))],
             workers=1,
             on_result=lambda item, result: found.update(result),
             item_name=lambda item: "components and candidates",
@@ -158,23 +159,23 @@ def pilot_sample(settings: Settings, rows: Sequence[Conversation]) -> list[Conve
 
     Raises UserError where a pilot is to be trained and they are not two.
     """
-    wanted = settings.pilot
+    section = settings.pilot
     tokens = sum(len(row.input_ids) for row in rows)
-    count = max(wanted.min_conversations, round(wanted.share * len(rows)))
-    sample = evenly_spaced(rows, max(1, min(count, len(rows), round(len(rows) * wanted.max_tokens / tokens))))
+    count = max(MIN_CONVERSATIONS, round(section.share * len(rows)))
+    sample = evenly_spaced(rows, max(1, min(count, len(rows), round(len(rows) * section.max_tokens / tokens))))
     if algorithms_of(settings) and len(sample) < 2:
         raise UserError(
             f"a pilot takes two conversations at least, and there is {len(sample)} (of {len(rows)}; pilot.max_tokens="
-            f"{wanted.max_tokens}): set cache.hidden_states_codec to a codec without a pilot (transform, int8, bf16)"
+            f"{section.max_tokens}): set cache.hidden_states_codec to a codec without a pilot (transform, int8, bf16)"
         )
     return sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class FindItem:
-    """Conversations to judge candidates on, and those that the pilots were trained on."""
+    """Conversations that no pilot has seen, to measure candidates on, and those that the pilots were trained on."""
 
-    judged: tuple[Conversation, ...]
+    unseen: tuple[Conversation, ...]
     sample: tuple[Conversation, ...]
 
 
@@ -200,9 +201,8 @@ class PilotWorker(CaptureWorker):
         drafters = self._drafters()
         if drafters:
             self._write_components(item, drafters)
-        wanted = self.settings.cache
-        parts = wanted.automatic_codecs
-        return choose(self, item.judged, drafters, parts) if parts else {}
+        parts = self.settings.cache.automatic_codecs
+        return choose(self, item.unseen, drafters, parts) if parts else {}
 
     def _drafters(self) -> dict[str, Any]:
         from dspark.models.checkpoint import load_drafter
@@ -232,7 +232,5 @@ class PilotWorker(CaptureWorker):
         # More than the cache asks for: another number then needs no other pilot.
         kept = max(KEPT_COMPONENTS, self.settings.cache.components)
         count = count_components(resolve_target(self.settings), kept)
-        projection, shares = leading_components(
-            [drafter.fc.weight for drafter in drafters.values()], sample, count, prior=self.settings.pilot.prior
-        )
+        projection, shares = leading_components([drafter.fc.weight for drafter in drafters.values()], sample, count)
         Folder(self.root).write(COMPONENTS, save({"projection": projection, "shares": shares}))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pipelines.stages.capture import Conversation
     from pipelines.stages.pilot import PilotWorker
 
-ANCHORS = 16  # of a judged conversation
+ANCHORS = 16  # of a conversation
 TEACHERS = (
     CodecSpec(name="corrected", settings={"step": 0.0625, "top": 8}),
     CodecSpec(name="corrected"),
@@ -50,19 +50,19 @@ def choose(
     worker: PilotWorker, conversations: Sequence[Conversation], drafters: Mapping[str, Any], parts: Sequence[str]
 ) -> dict[str, Any]:
     """Measure the candidates of these parts; `chosen` codecs and the `measured` figures of all of them."""
-    wanted, target = worker.settings.cache, worker.target
+    section, target = worker.settings.cache, worker.target
     sample = SampleCodecs(
         [teacher_row(row) for row in worker.capture(conversations)],
         layers=len(target.layer_ids),
         hidden_size=target.hidden_size,
         target=worker.parts_for,
         components=read_components(worker.root) if "features" in parts else None,
-        temperature=wanted.temperature,
+        temperature=section.temperature,
     )
-    judge, candidates = None, {"teacher": list(TEACHERS)}
+    comparison, candidates = None, {"teacher": list(TEACHERS)}
     if "features" in parts:
         assert sample.components is not None
-        judge = FeatureJudge(worker, conversations[1::2] or conversations, sample.measuring, drafters)
+        comparison = FeatureComparison(worker, conversations[1::2] or conversations, sample.measuring, drafters)
         candidates["features"] = feature_candidates(sample.hidden_size, len(sample.components["projection"]))
     measured: dict[str, list[dict[str, Any]]] = {part: [] for part in parts}
     for part in parts:
@@ -72,18 +72,18 @@ def choose(
             except TargetError:
                 continue  # the target's upper layers do not run alone
             found = sample.measure(part, codec)
-            error = judge.error(codec) if part == "features" and judge is not None else found["acceptance"]
+            error = comparison.error(codec) if part == "features" and comparison is not None else found["acceptance"]
             measured[part].append({**spec.to_dict(), "bytes_per_token": found["bytes_per_token"], **error})
     chosen = {}
     for part, entries in measured.items():
         # The exact candidate is always among them.
-        within = [entry for entry in entries if entry["error"] <= wanted.acceptance_bound]
+        within = [entry for entry in entries if entry["error"] <= section.acceptance_bound]
         best = min(within, key=lambda entry: entry["bytes_per_token"])
         chosen[part] = {"name": best["name"], "settings": best["settings"]}
     return {"chosen": chosen, "measured": measured}
 
 
-class FeatureJudge:
+class FeatureComparison:
     """How far the acceptance rates of the pilots move when they read coded features in place of exact ones.
 
     They were trained on exact ones; a drafter trained on the coded features has the chance to do better.

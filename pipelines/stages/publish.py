@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
     """Name, layouts and licence; where it is uploaded changes nothing of it."""
-    wanted = settings.publish
-    used = plugin_identity(settings.plugins, [layouts[name] for name in wanted.layouts])
-    return {"publish": wanted.model_dump(mode="json", exclude={"repository", "private"}), **used}
+    section = settings.publish
+    used = plugin_identity(settings.plugins, [layouts[name] for name in section.layouts])
+    return {"publish": section.model_dump(mode="json", exclude={"repository", "private"}), **used}
 
 
 def check(settings: Settings) -> None:

@@ -88,9 +88,9 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
 
 def _serving(settings: Settings, evaluation: Folder, calibration: dict[str, Any] | None) -> dict[str, Any] | None:
     """The serving comparison, from recorded rounds and step costs; None when the evaluation has no step costs."""
-    wanted, temperature = settings.evaluate.serving, serving_temperature(settings.evaluate)
+    section, temperature = settings.evaluate, serving_temperature(settings.evaluate)
     costs = read_step_costs(evaluation).get(temperature) if temperature is not None else None
-    if wanted is None or temperature is None or costs is None:
+    if section.serving is None or temperature is None or costs is None:
         return None
     measured = f"{FOLDER}/{EVENTS}"
     return serving(
@@ -99,7 +99,7 @@ def _serving(settings: Settings, evaluation: Folder, calibration: dict[str, Any]
         StepCosts.from_dict(costs),
         slot_calibration(calibration, temperature),
         temperature=temperature,
-        users=wanted.users,
-        static_length=wanted.static_length,
-        threshold=wanted.threshold,
+        users=section.serving.users,
+        static_length=section.static_length,
+        threshold=section.threshold,
     )

@@ -69,13 +69,13 @@ class ServingWorker(DecodeWorker):
     """Serves one load after the other."""
 
     def run(self, item: ServingItem) -> dict[str, Any]:  # type: ignore[override]
-        settings = self.plan.settings
-        serving, temperature = settings.evaluate.serving, serving_temperature(settings.evaluate)
+        settings, section = self.plan.settings, self.plan.settings.evaluate
+        serving, temperature = section.serving, serving_temperature(section)
         assert serving is not None
         assert temperature is not None
         costs = StepCosts.from_dict(self.plan.costs[temperature])
         policy = (
-            length_policy(item.policy, costs, static_length=serving.static_length, threshold=serving.threshold)
+            length_policy(item.policy, costs, static_length=section.static_length, threshold=section.threshold)
             or FullBlock()
         )
         decoder = Decoder(

@@ -13,12 +13,6 @@ from storage.files.filesystems import Folder
 REMOTE_SECONDS = 30.0  # between two uploads of a log that lies on an object store
 
 
-def read_log(directory: str, log_name: str) -> list[dict[str, Any]]:
-    """The rows of a local log, in order."""
-    folder = Folder(directory)
-    return parse_rows(folder.read(log_name)) if folder.exists(log_name) else []
-
-
 def parse_rows(data: bytes) -> list[dict[str, Any]]:
     """The rows of JSON lines, each with a `step` that is a whole number or null; damaged lines are left out."""
     rows = []

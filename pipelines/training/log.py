@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,7 +11,8 @@ from torch import distributed
 
 from cluster.engine import StepResult
 from dspark.losses.losses import add_sums, metrics_of
-from pipelines.tracking.local_log import parse_rows
+from pipelines.tracking.local_log import LocalLog, parse_rows
+from storage.files.filesystems import Folder
 
 LOG, VALIDATION = "log.jsonl", "validation.jsonl"
 
@@ -53,19 +53,11 @@ class StepTotals:
         return asdict(self)
 
 
-class JsonLines:
-    """A file of JSON lines, each with a `step`. A resumed training drops the lines that it will write again."""
-
-    def __init__(self, path: Path, first: int) -> None:
-        self._path = path
-        kept = [line for line in read_log(path) if line["step"] <= first]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        temporary.replace(path)
-
-    def write(self, line: dict[str, Any]) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+def resumed_log(folder: Path, name: str, first: int) -> LocalLog:
+    """The log without the lines that a training resumed after `first` steps will write again."""
+    log = LocalLog(Folder(folder), name)
+    log.rewrite([row for row in log.rows() if row["step"] is not None and row["step"] <= first])
+    return log
 
 
 def train_line(step: int, epoch: int, totals: StepTotals, result: StepResult, memory_bytes: float) -> dict[str, Any]:

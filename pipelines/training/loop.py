@@ -31,7 +31,7 @@ from dspark.manifest import new_folder
 from dspark.models.checkpoint import save_drafter
 from pipelines.training.checkpoints import Checkpoints
 from pipelines.training.loader import Loader, MicroBatchReader, PlannedMicroBatch, Rows, Step
-from pipelines.training.log import LOG, JsonLines, StepTotals, over_ranks, train_line
+from pipelines.training.log import LOG, StepTotals, over_ranks, resumed_log, train_line
 from pipelines.training.model import make_drafter, parameter_groups, speed_up, teacher_normalizers, upper_layers
 from pipelines.training.sanity_checks import SanityChecks, check_masks
 from pipelines.training.task import TrainingTask, engine_settings, step_plan
@@ -118,7 +118,7 @@ class Training:
     def run(self, first: int, totals: StepTotals) -> bool:
         """Every step that is left; False when it was asked to stop before the last, with a checkpoint written."""
         train, total = self.task.settings.train, self.task.total_steps
-        log = JsonLines(Path(self.task.output) / LOG, first) if self.engine.rank == 0 else None
+        log = resumed_log(Path(self.task.output), LOG, first) if self.engine.rank == 0 else None
         clock = time.perf_counter()
         for step in self.loader.steps():
             result = self._step(step)
@@ -134,7 +134,7 @@ class Training:
                 memory = self._peak_memory()
                 if log is not None and self.checks is not None:
                     line = train_line(done, step.epoch, totals, result, memory)
-                    log.write({**line, "warnings": self.checks.at(done, line.get("acceptance@0"))})
+                    log.append({**line, "warnings": self.checks.at(done, line.get("acceptance@0"))})
                 totals = totals.next_line()
             stopping = self.engine.agree(stop_wanted()) and not final
             saving = done % train.save_steps == 0 or final

@@ -10,7 +10,7 @@ import torch
 
 from dspark.losses.losses import add_sums, metrics_of
 from pipelines.errors import UserError
-from pipelines.training.log import VALIDATION, JsonLines, over_ranks
+from pipelines.training.log import VALIDATION, over_ranks, resumed_log
 
 if TYPE_CHECKING:
     from cluster.engine import TrainEngine
@@ -30,7 +30,7 @@ class Validation:
                 "train.validation_samples, or set it to 0"
             )
         self._engine, self._loader, self._every = engine, loader, task.settings.train.eval_steps
-        self._log = JsonLines(Path(task.output) / VALIDATION, first) if engine.rank == 0 else None
+        self._log = resumed_log(Path(task.output), VALIDATION, first) if engine.rank == 0 else None
 
     def is_due(self, done: int, saving: bool, final: bool) -> bool:
         """Whether to evaluate after so many steps: at every checkpoint, or at each multiple of `eval_steps`."""
@@ -51,5 +51,5 @@ class Validation:
         sums = over_ranks({**sums, "loss": loss})
         metrics = metrics_of({key: value for key, value in sums.items() if key != "loss"})
         if self._log is not None:
-            self._log.write({"step": done, "loss": sums["loss"], **metrics})
+            self._log.append({"step": done, "loss": sums["loss"], **metrics})
         return metrics["tau_probabilistic"]

@@ -129,8 +129,8 @@ def test_few_conversations_make_no_weak_pilot(folder: Path, toy_folder: Path) ->
 
 
 def test_another_pilot_is_another_cache(folder: Path, toy_folder: Path) -> None:
-    settings = settings_for(folder, toy_folder, cache=PROJECTED, pilot={**PILOT, "prior": 0.5})
-    with pytest.raises(UserError, match="prior"):
+    settings = settings_for(folder, toy_folder, cache=PROJECTED, pilot={**PILOT, "share": 0.9})
+    with pytest.raises(UserError, match="share"):
         run(settings, CACHE)
     changed, plain = Run(settings), Run(settings_for(folder, toy_folder))
     before = Run(settings_for(folder, toy_folder, cache=PROJECTED, pilot=PILOT))

@@ -133,13 +133,12 @@ def test_the_place_is_in_the_base_that_wrote_the_key(tmp_path: Path) -> None:
         ("train.max_grad_norm=.nan", "train.max_grad_norm"),
         ("drafter.block_size=65", "drafter.block_size is 65; expected less than or equal to 64"),
         ("drafter.markov_rank=0", "drafter.confidence_head_with_markov=false"),
-        ("evaluate.policy=static", "policy static needs evaluate.static_length"),
         ("target.device=gpu", "expected auto, cpu, cuda or cuda:N"),
         ("data.train.7.limit=3", "there is no item 7 in `data.train`"),
         ("epochs", "expected key=value"),
         ("train.num_train_epochs=", "'train.num_train_epochs=' has no value; write train.num_train_epochs=VALUE"),
         ("extends=foo.yaml", "`extends` is for settings files"),
-        ("evaluate.policy=static", "command line (evaluate.policy=static): evaluate: policy static needs"),
+        ("train.min_workers=3", "command line (train.min_workers=3): train: min_workers 3 is more than"),
         ("evaluate.temperatures=0", "expected a list, for example temperatures: [0]"),
         ("data.train=prompts.jsonl", 'expected a list, for example train: [{source: "prompts.jsonl"}]'),
         ("train.deepspeed=!!python/object/apply:os.system [ls]", "!!python/object/apply:os.system is not allowed"),
@@ -176,10 +175,9 @@ def test_a_codec_option_is_checked_with_the_settings(word: str, expected: str) -
 
 @pytest.mark.parametrize("old", RENAMED)
 def test_a_key_of_earlier_versions_is_refused_with_its_new_name(old: str, tmp_path: Path) -> None:
-    section, key = old.split(".")
-    new = RENAMED[old].partition(",")[0]
-    text = f"run: {{directory: out}}\n{section}:\n  {key}: 1\n"
-    assert f".yaml:3: `{old}` was renamed to {new}" in message(write(tmp_path, text))
+    new, parts = RENAMED[old].partition(",")[0], old.split(".")
+    text = "run: {directory: out}\n" + "\n".join(f"{'  ' * depth}{part}:" for depth, part in enumerate(parts))
+    assert f".yaml:{1 + len(parts)}: `{old}` was renamed to {new}" in message(write(tmp_path, text + " 1\n"))
     assert new in known_keys(Settings)
     assert old not in known_keys(Settings)
 

@@ -19,7 +19,7 @@ from pipelines.settings import settings_from_dict
 from pipelines.settings.schema import TrackingSettings, WandbMode
 from pipelines.tracking import TrackerPlan
 from pipelines.tracking.curves import Curves
-from pipelines.tracking.local_log import parse_rows, read_log
+from pipelines.tracking.local_log import parse_rows
 from pipelines.tracking.wandb import wandb_mode
 
 
@@ -35,15 +35,19 @@ def plan(folder: Path, mode: WandbMode = "disabled", *, trackers: tuple[str, ...
     )
 
 
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    return parse_rows((folder / "logs" / "train-1.jsonl").read_bytes())
+
+
 def steps(folder: Path) -> list[int]:
-    return [row["step"] for row in read_log(str(folder), "logs/train-1.jsonl") if row["step"] is not None]
+    return [row["step"] for row in read_log(folder) if row["step"] is not None]
 
 
 def test_rows_come_back_with_numbers_that_json_does_not_know(tmp_path: Path) -> None:
     with Curves(plan(tmp_path)) as tracker:
         tracker.log({"train/loss": float("nan"), "train/tau": 2.5}, step=1)
         tracker.summary({"best": 3})
-    rows = read_log(str(tmp_path), "logs/train-1.jsonl")
+    rows = read_log(tmp_path)
     assert (rows[0]["train/loss"], rows[0]["train/tau"], rows[1]["summary"]) == ("nan", 2.5, {"best": 3})
 
 
@@ -71,7 +75,7 @@ def test_steps_that_a_stopped_stage_had_no_time_to_log_are_added_when_it_goes_on
     with Curves(plan(tmp_path)) as tracker:
         tracker.resume_after(4, done)
         tracker.log({"train/x": 5}, step=5)
-    rows = read_log(str(tmp_path), "logs/train-1.jsonl")
+    rows = read_log(tmp_path)
     assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
     found = [(row["step"], name, row[name]) for row in rows for name in row if "/" in name]
     assert sorted(found) == sorted(
