@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pipelines.stages.decode_events import DecodePlan, DecodeWorker, cut
 
 from pipelines.data.conversations import read_prompts
 from pipelines.evaluation.round_log import EventLog, columns, read_events
 from pipelines.settings import load_settings
-from pipelines.stages.decode_events import DecodePlan, DecodeWorker, cut
 from pipelines.stages.train import count_steps
 from pipelines.target_spec import resolve_target
 from pipelines.training.loop import FINAL, train_rank

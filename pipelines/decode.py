@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dspark.decoding.decoder import Decoder, Request, SamplingConfig
+from dspark.decoding.rounds import RoundEvent
+from dspark.manifest import CheckpointError, require_intact
+from dspark.models.checkpoint import load_drafter
 from pipelines.data.chat import render_prompt, thinks
 from pipelines.drafter_folder import published_config, remade
 from pipelines.errors import UserError
 from pipelines.evaluation.samples import Decode, piece
 from pipelines.runs.run import Run
 from pipelines.settings import Settings
-
-if TYPE_CHECKING:
-    from dspark.decoding.rounds import RoundEvent
+from pipelines.target_spec import resolve_target
+from pipelines.workers import open_target
 
 READ = ("run", "target", "cluster", "plugins")  # sections of the settings
 
@@ -87,12 +90,6 @@ def decode_one(
 
     `watch` gets every piece as soon as its round is over.
     """
-    from dspark.decoding.decoder import Decoder, Request, SamplingConfig
-    from dspark.manifest import CheckpointError, require_intact
-    from dspark.models.checkpoint import load_drafter
-    from pipelines.target_spec import resolve_target
-    from pipelines.workers import open_target
-
     folder = Path(drafter).expanduser() if drafter else Run(settings).directory.path("published")
     if not (folder / "config.json").is_file():
         raise UserError(f"there is no drafter in {folder}; finish the run (`dspark run`), or name one with --drafter")

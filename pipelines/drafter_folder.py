@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dspark.config import DrafterConfig
+from dspark.contract import Contract
+from dspark.manifest import CheckpointError
+from dspark.models.checkpoint import read_config
 from pipelines.errors import UserError
-
-if TYPE_CHECKING:
-    from pipelines.settings import Settings
-    from pipelines.target_spec import TargetSpec
+from pipelines.settings import Settings
+from pipelines.target_spec import TargetSpec, resolve_target
 
 
 def remade(folder: str | Path) -> str:
@@ -23,10 +23,6 @@ def published_config(folder: str | Path, settings: Settings, option: str) -> Dra
 
     Raises UserError naming `option` unless its files are whole and it was made for the target of these settings.
     """
-    from dspark.manifest import CheckpointError
-    from dspark.models.checkpoint import read_config
-    from pipelines.target_spec import resolve_target
-
     try:
         config = read_config(folder)
         require_target(folder, config, resolve_target(settings), settings)
@@ -40,9 +36,6 @@ def require_target(folder: str | Path, config: DrafterConfig, spec: TargetSpec, 
 
     The hashes are compared where the folder has a contract.
     """
-    from dspark.contract import Contract
-    from dspark.manifest import CheckpointError
-
     place, cure = Path(folder).expanduser(), "give a drafter of this run's target, or set target.model to its target"
     sizes = {name: (getattr(config, name), getattr(spec, name)) for name in ("vocab_size", "hidden_size")}
     contract = Contract.read(place)

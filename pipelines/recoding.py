@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+
+from dspark.decoding.target import DTYPES, Target, hash_weights
 from pipelines.errors import UserError
+from pipelines.settings.schema import CacheSettings, TargetSettings
+from pipelines.stages.capture import COMPONENTS, read_components, target_parts
+from pipelines.target_spec import locate_target
+from storage.cache.target_cache import TargetCache
+from storage.codecs.base import TargetParts
 from storage.codecs.registry import CodecSpec
 from storage.files.filesystems import Folder
-
-if TYPE_CHECKING:
-    import torch
-
-    from storage.cache.target_cache import TargetCache
-    from storage.codecs.base import TargetParts
 
 
 def parts_of(cache: TargetCache, model: str, teacher: CodecSpec) -> TargetParts:
@@ -21,11 +22,6 @@ def parts_of(cache: TargetCache, model: str, teacher: CodecSpec) -> TargetParts:
 
     Raises UserError when its weights are not those that the states were recorded from.
     """
-    from dspark.decoding.target import DTYPES, Target, hash_weights
-    from pipelines.settings.schema import TargetSettings
-    from pipelines.stages.capture import target_parts
-    from pipelines.target_spec import locate_target
-
     contract = cache.contract
     _, folder, _ = locate_target(TargetSettings(model=model))
     recorded = contract.get("weights_sha256")
@@ -48,9 +44,6 @@ def components_of(cache: TargetCache, run: str, features: CodecSpec) -> tuple[Co
 
     Raises UserError where there is no pilot, or it looked at other features.
     """
-    from pipelines.settings.schema import CacheSettings
-    from pipelines.stages.capture import COMPONENTS, read_components
-
     pilot = Folder(run).location("pilot")
     if not Folder(pilot).exists(COMPONENTS):
         raise UserError(f"--pilot {run}: there is no {pilot}/{COMPONENTS}; run `dspark pilot CONFIG` first")

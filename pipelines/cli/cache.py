@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pipelines.cli.tools import Commands, JsonOption, print_values
-from pipelines.errors import UserError
+from pipelines.errors import USER_ERRORS, UserError
+from pipelines.progress import Reporter
 
 if TYPE_CHECKING:
     from storage.codecs.registry import CodecSpec
@@ -242,9 +244,6 @@ def _progress(what: str, quiet: bool) -> Iterator[Callable[[Any], None]]:
 
     Raises UserError for what the system refuses (a folder that cannot be made or written, a full disk).
     """
-    from pipelines.errors import USER_ERRORS
-    from pipelines.progress import Reporter
-
     with Reporter(quiet=quiet).task(what, unit="tokens") as task:
         try:
             yield lambda record: task.advance(record["tokens"], bytes_per_token=record["bytes"] / record["tokens"])
@@ -294,8 +293,6 @@ def _count(text: str, option: str) -> int:
 
 def _json_object(text: str) -> dict[str, Any] | None:
     """A JSON object, written out or in a file."""
-    from pathlib import Path
-
     if not text:
         return None
     try:

@@ -12,11 +12,14 @@ from urllib.parse import urlsplit
 
 import typer
 
+from pipelines.cli.tools import JsonOption
+from pipelines.errors import UserError
+from storage.files import masking
+
 AddressOption = Annotated[
     str, typer.Option("--address", envvar="RAY_JOBS_ADDRESS", help="The head's job server, e.g. http://host:8265.")
 ]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The id that `dspark submit` printed.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -26,9 +29,6 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def _address(given: str) -> str:
-    from pipelines.errors import UserError
-    from storage.files import masking
-
     if not given.strip():
         raise UserError("which cluster? add --address http://HOST:8265, or set RAY_JOBS_ADDRESS")
     if masking.find(given):
@@ -49,8 +49,6 @@ def _address(given: str) -> str:
 
 def _job(given: str) -> str:
     """The id, as it can stand in the head's addresses."""
-    from pipelines.errors import UserError
-
     if not re.fullmatch(r"[\w.-]+", given):
         raise UserError(f"{given!r} is not a job's id: it is what `dspark submit` printed, such as dspark-0123456789ab")
     return given

@@ -21,23 +21,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer._click.exceptions import ClickException  # typer has no public name for it
 
+from pipelines import provenance
 from pipelines.cli import cache, cluster, tools
-from pipelines.cli.tools import accepted_lengths_text
+from pipelines.cli.tools import ConfigArgument, JsonOption, OverridesArgument, accepted_lengths_text
 from pipelines.errors import USER_ERRORS, for_the_user
+from pipelines.progress import Reporter, duration
 from storage.files.masking import mask
 
 if TYPE_CHECKING:
     from pipelines.runs.executor import Outcome
     from pipelines.settings import Settings
 
-ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="A settings file, e.g. configs/quickstart.yaml.")]
-OverridesArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's.")
-]
 RedoOption = Annotated[
     bool, typer.Option("--redo", help="Move outputs made with other settings to replaced/ and make them anew.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the outcome as JSON on standard output.")]
 
 app = typer.Typer(
     cls=tools.Commands,
@@ -72,7 +69,7 @@ def run(
     config: ConfigArgument, overrides: OverridesArgument = None, redo: RedoOption = False, as_json: JsonOption = False
 ) -> None:
     """Do every stage that is not done yet, from prompts to a published drafter with its report."""
-    _run_stages(config, overrides or [], None, redo=redo, as_json=as_json)
+    _run_stages(config, overrides, None, redo=redo, as_json=as_json)
 
 
 def _add_stage_command(name: str, summary: str) -> None:
@@ -82,7 +79,7 @@ def _add_stage_command(name: str, summary: str) -> None:
         redo: RedoOption = False,
         as_json: JsonOption = False,
     ) -> None:
-        _run_stages(config, overrides or [], [name], redo=redo, as_json=as_json)
+        _run_stages(config, overrides, [name], redo=redo, as_json=as_json)
 
     command.__doc__ = summary
     app.command(name)(command)
@@ -104,13 +101,12 @@ def build_cache(
 ) -> None:
     """Build the target cache (`dspark cache CONFIG` for short)."""
     if repair:
-        from pipelines.progress import Reporter
         from pipelines.runs.run import Run
         from pipelines.settings import load_settings
         from pipelines.stages.build_cache import take_out_damage
 
         take_out_damage(Run(load_settings(config, overrides or [])), Reporter())
-    _run_stages(config, overrides or [], ["pilot", "cache"], redo=redo, as_json=as_json)
+    _run_stages(config, overrides, ["pilot", "cache"], redo=redo, as_json=as_json)
 
 
 app.add_typer(cache.cache_app, name="cache")
@@ -137,16 +133,14 @@ def refit(
 
 
 def _run_stages(
-    config: str, overrides: Sequence[str], only: Sequence[str] | None, *, redo: bool, as_json: bool
+    config: str, overrides: list[str] | None, only: Sequence[str] | None, *, redo: bool, as_json: bool
 ) -> None:
     from pipelines.settings import load_settings
 
-    _execute(load_settings(config, overrides), only, redo=redo, as_json=as_json)
+    _execute(load_settings(config, overrides or []), only, redo=redo, as_json=as_json)
 
 
 def _execute(settings: Settings, only: Sequence[str] | None, *, redo: bool, as_json: bool) -> None:
-    from pipelines import provenance
-    from pipelines.progress import Reporter
     from pipelines.runs.executor import run_stages
 
     origin = provenance.collect(settings.run.seed)
@@ -160,8 +154,6 @@ def _execute(settings: Settings, only: Sequence[str] | None, *, redo: bool, as_j
 
 
 def _print_outcomes(outcomes: Sequence[Outcome]) -> None:
-    from pipelines.progress import duration
-
     for outcome in outcomes:
         took = f"in {duration(outcome.seconds)}" if outcome.state == "done" else "already"
         print(f"{outcome.stage:<11} done {took:<10} {outcome.output}")

@@ -8,8 +8,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from pipelines.progress import Reporter
+from pipelines.reporting.looks import name_of
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
-ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="A settings file.")]
+ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="A settings file, e.g. configs/quickstart.yaml.")]
 OverridesArgument = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's.")
 ]
@@ -38,7 +41,6 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """What a run will cost before it starts: tokens, bytes a token by codec, storage in all."""
-    from pipelines.progress import Reporter
     from pipelines.runs.plan import make_plan, plan_text
     from pipelines.settings import load_settings
 
@@ -50,7 +52,6 @@ def report(
     directory: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")], as_json: JsonOption = False
 ) -> None:
     """Make a run's report again from its recorded events, and say where it is."""
-    from pipelines.progress import Reporter
     from pipelines.runs.run import open_run
 
     run = open_run(directory)
@@ -68,8 +69,6 @@ def report(
 
 def accepted_lengths_text(evaluated: dict[str, Any]) -> str:
     """The accepted lengths that an evaluation left, one a line."""
-    from pipelines.reporting.looks import name_of
-
     lines = []
     for place, value in evaluated["accepted_length"].items():
         drafter, comma, rest = place.partition(",")

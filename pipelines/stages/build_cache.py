@@ -26,8 +26,10 @@ from pipelines.stages.capture import CaptureItem, CaptureWorker, Conversation, F
 from pipelines.stages.regenerate import read_conversations
 from pipelines.target_spec import TargetSpec, resolve_target
 from pipelines.workers import on_pool, session
+from storage.cache.repair import discard_damaged
 from storage.cache.target_cache import CachePlan, CodecSpec, TargetCache, create_or_resume, finish
 from storage.codecs.registry import codec_class
+from storage.errors import CacheCorrupt
 from storage.files.filesystems import Folder
 
 if TYPE_CHECKING:
@@ -114,9 +116,6 @@ def take_out_damage(run: Run, reporter: Reporter) -> None:
     Where something is damaged that every row depends on, the whole cache goes to `damaged/`. Raises UserError if there
     is no cache of these settings.
     """
-    from storage.cache.repair import discard_damaged
-    from storage.errors import CacheCorrupt
-
     with run.directory.lock():
         if run.record("cache") is None:
             run.require("cache", needed_by="--repair")

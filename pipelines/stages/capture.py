@@ -10,12 +10,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from safetensors.torch import load
+
+from dspark.decoding.target import Target
+from dspark.decoding.target_checks import unknown_token
+from dspark.decoding.target_tail import TargetTail
 from pipelines.errors import UserError
 from pipelines.settings import Settings
 from pipelines.target_spec import TargetSpec
 from pipelines.workers import open_target
+from storage.cache.records import teacher_positions
 from storage.cache.target_cache import (
     CachePlan,
     CacheRow,
@@ -27,15 +34,10 @@ from storage.cache.target_cache import (
     load_codecs,
     write_shard,
 )
-from storage.codecs.base import TargetParts, TeacherRow
+from storage.codecs.base import TargetParts, TeacherRow, as_tensor
 from storage.codecs.fitting import fit_teacher
 from storage.codecs.measure import recomputed_states, total_variation
 from storage.files.filesystems import Folder
-
-if TYPE_CHECKING:
-    import torch
-
-    from dspark.decoding.target import Target
 
 COMPONENTS = "components.safetensors"
 
@@ -134,10 +136,6 @@ class CaptureWorker:
 
     def _forward(self, batch: Sequence[Conversation]) -> list[CacheRow]:
         """One forward pass; the rows' states stay on the target's device, which may encode them faster."""
-        import torch
-
-        from dspark.decoding.target_checks import unknown_token
-
         for row in batch:
             if (unknown := unknown_token(self.target, row.input_ids)) is not None:
                 raise UserError(f"row {row.sample_id}: {unknown}; take the row out of the conversations")
@@ -192,8 +190,6 @@ class CaptureWorker:
 
     def _audit(self, item: CaptureItem) -> dict[str, float]:
         """Mean total variation, by sample id, between the stored teacher and the target run over the row alone."""
-        import torch
-
         chosen = item.audit if item.number is None else item.audit & {row.sample_id for row in item.rows}
         if not chosen:
             return {}
@@ -218,17 +214,12 @@ def target_parts(target: Target, teacher_codec: str) -> TargetParts:
 
     Raises TargetError when the teacher is to be recomputed and the target's upper layers do not run alone.
     """
-    from dspark.decoding.target_tail import TargetTail
-
     finish = TargetTail(target) if teacher_codec == "recomputed" else None
     return TargetParts(head=target.lm_head.weight.detach(), soft_cap=target.final_logit_softcapping, finish=finish)
 
 
 def teacher_row(row: CacheRow) -> TeacherRow:
     """A captured row on the CPU, for codecs to be fitted on."""
-    from storage.cache.records import teacher_positions
-    from storage.codecs.base import as_tensor
-
     assert row.last_hidden_state is not None
     positions = teacher_positions(row.spans, len(row.input_ids))
     return TeacherRow(
@@ -240,15 +231,11 @@ def teacher_row(row: CacheRow) -> TeacherRow:
 
 def read_components(folder: str) -> dict[str, torch.Tensor]:
     """What a pilot's drafters look at, strongest first: `projection` [K, W] and the `shares` [K] of each component."""
-    from safetensors.torch import load
-
     return load(Folder(folder).read(COMPONENTS))
 
 
 def _own(states: torch.Tensor) -> torch.Tensor:
     """A row's states as bf16 in memory of their own, so that the batch's can go."""
-    import torch
-
     return states.to(torch.bfloat16, copy=True)
 
 

@@ -18,6 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors.torch import save
+
+from dspark.models.checkpoint import load_drafter
 from dspark.registry import algorithms
 from pipelines.data.conversations import evenly_spaced
 from pipelines.drafter_folder import remade
@@ -25,10 +28,13 @@ from pipelines.errors import UserError
 from pipelines.settings import Settings, settings_from_dict
 from pipelines.stages.build_cache import build, count_components, plan_cache
 from pipelines.stages.capture import COMPONENTS, CaptureWorker, Conversation
+from pipelines.stages.pilot_candidates import choose
 from pipelines.stages.train import count_steps, drafter_fields, require_shared_folder, train_on
 from pipelines.target_spec import resolve_target
+from pipelines.training.log import LOG, read_log
 from pipelines.workers import on_pool, session
 from storage.cache.target_cache import CodecSpec, TargetCache, is_finished
+from storage.codecs.components import leading_components
 from storage.files.filesystems import Folder
 from storage.order import steps_per_epoch
 
@@ -110,8 +116,6 @@ def check(settings: Settings) -> None:
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `pilot/`."""
-    from pipelines.training.log import LOG, read_log
-
     spec = resolve_target(settings)
     root, conversations = run.location("pilot"), Folder(run.location("regenerate"))
     inputs = {"regenerate": run.identity("regenerate")}
@@ -196,8 +200,6 @@ class PilotWorker(CaptureWorker):
     """Holds the target; `root` is the pilot's folder."""
 
     def run(self, item: Any) -> dict[str, Any]:
-        from pipelines.stages.pilot_candidates import choose
-
         drafters = self._drafters()
         if drafters:
             self._write_components(item, drafters)
@@ -205,8 +207,6 @@ class PilotWorker(CaptureWorker):
         return choose(self, item.unseen, drafters, parts) if parts else {}
 
     def _drafters(self) -> dict[str, Any]:
-        from dspark.models.checkpoint import load_drafter
-
         folder = Folder(self.root)
         return {
             algorithm: load_drafter(
@@ -220,10 +220,6 @@ class PilotWorker(CaptureWorker):
         }
 
     def _write_components(self, item: FindItem, drafters: dict[str, Any]) -> None:
-        from safetensors.torch import save
-
-        from storage.codecs.components import leading_components
-
         cache = TargetCache.open(f"{self.root}/cache")
         width = self.target.hidden_size * len(self.target.layer_ids)
         tokens = sum(len(row.input_ids) for row in item.sample)

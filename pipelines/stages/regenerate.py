@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from dspark.decoding.decoder import Decoder, SamplingConfig
 from dspark.decoding.target import Target, open_tokenizer
+from dspark.decoding.target_checks import unknown_token
 from pipelines.data.chat import TemplateRefuses, answer_message, make_request, reads_the_clock, render_turn, thinks
 from pipelines.data.conversations import BAD_ROW, Prompt, PromptSet, bad_row, read_prompts
 from pipelines.errors import UserError
@@ -274,8 +275,6 @@ def answer(
     ("template"), or the target writes an id that the tokenizer does not have ("no token", which is left out).
     `finish_reason` is null where there is no answer at all.
     """
-    from dspark.decoding.target_checks import unknown_token
-
     rows = [_new_row(prompt, settings, spec) for prompt in prompts]
     going = dict(zip((prompt.prompt_id for prompt in prompts), zip(prompts, rows, strict=True), strict=True))
     turn = 0

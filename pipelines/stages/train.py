@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.train_group import TrainingFailed, TrainingStopped, run_group
 from dspark.losses.losses import loss_terms
 from dspark.registry import algorithms, sequential_heads
 from pipelines.drafter_folder import published_config
@@ -25,7 +26,13 @@ from pipelines.errors import UserError, for_the_user
 from pipelines.plugins import plugin_identity
 from pipelines.settings import Settings
 from pipelines.target_spec import TargetSpec, resolve_target
+from pipelines.training.log import LOG, VALIDATION, read_log
+from pipelines.training.loop import FINAL, train_rank
+from pipelines.training.task import TrainingTask, drafter_config, engine_settings
 from pipelines.workers import session
+from storage.cache.target_cache import TargetCache
+from storage.checkpoints import complete_checkpoints
+from storage.order import steps_per_epoch
 
 if TYPE_CHECKING:
     from pipelines.progress import Reporter, Task
@@ -76,8 +83,6 @@ def drafter_fields(settings: Settings) -> dict[str, Any]:
 
 def check(settings: Settings) -> None:
     """Raises UserError for starting weights, engine settings and places that a training cannot use."""
-    from pipelines.training.task import engine_settings
-
     require_shared_folder(settings)
     if (start := settings.drafter.initial_weights) not in ("random", "target"):
         published_config(start, settings, "drafter.initial_weights")
@@ -100,8 +105,6 @@ def require_shared_folder(settings: Settings) -> None:
 
 def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     """Make `checkpoints/`."""
-    from pipelines.training.loop import FINAL
-
     spec, output = resolve_target(settings), Path(run.directory.path("checkpoints"))
     with session(settings, str(output)):
         log = train_on(settings, spec, run.location("cache"), output, reporter, tracker=run.tracker)
@@ -120,11 +123,6 @@ def train_on(
     tracker: Curves | None = None,
 ) -> list[dict[str, Any]]:
     """Train on a finished cache in the current Ray session, going on with what `output` holds; the log's lines."""
-    from pipelines.training.log import LOG, read_log
-    from pipelines.training.task import TrainingTask, drafter_config
-    from storage.cache.target_cache import TargetCache
-    from storage.checkpoints import complete_checkpoints
-
     samples = len(TargetCache.open(cache))
     drafter_config(settings, spec)  # raises for settings that no drafter can have
     total = count_steps(settings, samples)
@@ -165,8 +163,6 @@ def train_on(
 
 def _run(*arguments: Any, **options: Any) -> None:
     """`run_group`; what is for the user comes as a UserError, and a request to stop goes on to this process."""
-    from cluster.train_group import TrainingFailed, TrainingStopped, run_group
-
     try:
         run_group(*arguments, **options)
     except TrainingStopped as stopped:
@@ -180,8 +176,6 @@ def _run(*arguments: Any, **options: Any) -> None:
 
 def _rank(config: dict[str, Any]) -> None:
     """`train_rank`, whose errors for the user arrive as such."""
-    from pipelines.training.loop import train_rank
-
     with for_the_user(config["task"].settings.run.directory):
         train_rank(config)
 
@@ -191,8 +185,6 @@ def count_steps(settings: Settings, samples: int) -> int:
 
     Raises UserError when all of them are held out.
     """
-    from storage.order import steps_per_epoch
-
     train = settings.train
     if train.validation_samples >= samples:
         raise UserError(
@@ -231,8 +223,6 @@ def _following(folder: Path, task: Task, reporter: Reporter, tracker: Curves | N
 
     The tracker first gets the lines up to the checkpoint that a stopped process had no time to hand over.
     """
-    from pipelines.training.log import LOG, VALIDATION, read_log
-
     stop = threading.Event()
     names = {LOG: "train", VALIDATION: "validation"}
     last = dict.fromkeys(names, start)

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 from dspark.decoding.target import Target
 from dspark.decoding.target_checks import require_decoder
+from dspark.decoding.target_tail import TargetTail
 from dspark.losses.fused_loss import BlockLoss
 from dspark.losses.micro_batch import Teacher
 from dspark.losses.output_head import log_normalizers
@@ -69,8 +70,6 @@ def upper_layers(task: TrainingTask, cache: TargetCache) -> Callable[[Tensor], T
     """The target's layers above the last captured one, for a cache whose teacher is recomputed; else None."""
     if cache.codecs.teacher is None or cache.codecs.teacher.name != "recomputed":
         return None
-    from dspark.decoding.target_tail import TargetTail
-
     return TargetTail(open_target(task.settings, task.spec))
 
 
