@@ -78,14 +78,6 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{path}:{number}", parse_row(line, str(path), number)
 
 
-def read_jsonl_in(folder: Folder, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The same of a file that this product wrote, wherever the folder lies."""
-    file = folder.describe(name)
-    for number, line in enumerate(folder.read(name).split(b"\n"), start=1):
-        if line.strip():
-            yield f"{file}:{number}", parse_row(line, file, number)
-
-
 def write_jsonl(folder: Folder, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write all rows, or, if that is interrupted, none."""
     with folder.writer(name) as stream:

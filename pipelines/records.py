@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from collections.abc import Iterator
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipelines.errors import UserError
+from pipelines.json_files import parse_row
 from storage.files.filesystems import Folder
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Above0 = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Record(BaseModel):
@@ -27,11 +30,73 @@ def read_record(folder: Folder, name: str, kind: type[Read], cure: str) -> Read:
     try:
         return kind.model_validate_json(folder.read(name))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = "".join(f"{part}: " for part in [".".join(map(str, first["loc"]))] if part)
-        raise UserError(f"{folder.describe(name)}: {place}{first['msg']}: {cure}") from None
+        raise UserError(f"{folder.describe(name)}: {_first_fault(error)}: {cure}") from None
     except OSError as error:
         raise UserError(f"{folder.describe(name)} cannot be read ({error}): {cure}") from error
+
+
+def read_rows(folder: Folder, name: str, kind: type[Record], cure: str) -> Iterator[dict[str, Any]]:
+    """The rows of a JSON-lines file of a stage, as they stand there. Raises UserError at a line that is no record."""
+    file = folder.describe(name)
+    for number, line in enumerate(folder.read(name).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = parse_row(line, file, number)
+            kind.model_validate(row)
+        except ValidationError as error:
+            raise UserError(f"{file}:{number}: {_first_fault(error)}; {cure}") from None
+        except UserError as error:
+            raise UserError(f"{error}; {cure}") from None
+        yield row
+
+
+def _first_fault(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_input=False)[0]
+    return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
+
+
+class RunRecord(Record):
+    """`run.json`."""
+
+    uid: str
+    settings: dict[str, Any]
+    stages: dict[str, Any]
+    invocations: list[dict[str, Any]]
+
+
+class StageRecord(Record):
+    """`stages/NAME.json`: what a stage's output is, and what it depends on."""
+
+    stage: str
+    identity: str
+    complete: bool
+    seconds: float
+    result: dict[str, Any]
+    fields: dict[str, Any]
+
+
+class Message(Record):
+    role: str
+    content: str
+
+
+class ConversationRow(Record):
+    """A row of `train.jsonl`: a conversation up to the target's last answer."""
+
+    id: str
+    domain: str
+    conversations: list[Message]
+    prompt_ids: list[TokenId]
+    response_ids: list[TokenId]
+    thinking: Any
+    finish_reason: Any
+
+
+class AnswerRow(ConversationRow):
+    """A row of a file in `answers/`."""
+
+    key: str
 
 
 class Affine(Record):

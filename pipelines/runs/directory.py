@@ -12,14 +12,13 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from pipelines.errors import UserError
-from pipelines.json_files import parse_json
+from pipelines.records import Record, read_record
 from storage.files.filesystems import Folder
 
 _locked_here: set[str] = set()
@@ -53,26 +52,11 @@ class RunDirectory:
     def exists(self, name: str) -> bool:
         return self.folder.exists(name)
 
-    def read_json(self, name: str, needs: Mapping[str, type] = MappingProxyType({})) -> dict[str, Any] | None:
-        """The object in a JSON file; None where there is no file.
-
-        Raises UserError for a file that cannot be read, or lacks one of the keys it `needs` with a value of its kind.
-        """
+    def read_json(self, name: str, kind: type[Record]) -> dict[str, Any] | None:
+        """The record in a JSON file; None where there is no file. Raises UserError for one of another kind."""
         if not self.folder.exists(name):
             return None
-        cure = "restore it, or set another run.directory"
-        try:
-            value = parse_json(self.folder.read(name), self.location(name))
-        except UserError as error:
-            raise UserError(f"{error}; {cure}") from None
-        except OSError as error:
-            raise UserError(f"{self.location(name)} cannot be read ({error}); {cure}") from None
-        if not isinstance(value, dict):
-            raise UserError(f"{self.location(name)} does not hold a JSON object; {cure}")
-        kinds = {key: (int, float) if kind is float else kind for key, kind in needs.items()}
-        if wrong := [key for key, kind in kinds.items() if not isinstance(value.get(key), kind)]:
-            raise UserError(f"{self.location(name)} lacks {', '.join(wrong)}, or they are of another kind; {cure}")
-        return value
+        return read_record(self.folder, name, kind, "restore it, or set another run.directory").model_dump()
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         self.folder.write(name, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
@@ -102,7 +86,7 @@ class RunDirectory:
             shutil.rmtree(folder)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _refused_if_not_writable(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -114,7 +98,7 @@ class RunDirectory:
     def lock(self) -> Iterator[None]:
         """Hold the run for this process. Raises UserError while another one, still alive, holds it."""
         if not self.is_local:
-            with self._told():
+            with self._refused_if_not_writable():
                 self.folder.exists("run.json")
             yield
             return
@@ -122,7 +106,7 @@ class RunDirectory:
         key = str(path.resolve())
         if key in _locked_here:  # opening and closing it once more would drop the lock
             raise UserError(f"this process is already running in {self.url}")
-        with self._told():
+        with self._refused_if_not_writable():
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - closed below; this is about its opening alone
         with file:

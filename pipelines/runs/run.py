@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from dspark.manifest import MANIFEST, CheckpointError, require_intact
 from pipelines.drafter_folder import remade
 from pipelines.errors import UserError
+from pipelines.records import RunRecord, StageRecord
 from pipelines.runs.directory import RunDirectory
 from pipelines.runs.graph import Stage, stages_of
 from pipelines.settings import check_settings, load_settings
@@ -30,10 +31,6 @@ from storage.identity import differences, identity_of, plain
 if TYPE_CHECKING:
     from pipelines.settings import Settings
     from pipelines.tracking.curves import Curves
-
-
-RECORD_KEYS = {"stage": str, "identity": str, "complete": bool, "seconds": float, "result": dict, "fields": dict}
-SUMMARY_KEYS = {"uid": str, "settings": dict, "stages": dict, "invocations": list}  # of run.json
 
 
 class Run:
@@ -50,7 +47,7 @@ class Run:
         """The settings with one time for all prompts: theirs, or when the run first began."""
         if settings.data.render_time is not None:
             return settings
-        before = (self._summary().get("settings") or {}).get("data") or {}
+        before = (self.summary().get("settings") or {}).get("data") or {}
         try:
             time = datetime.fromisoformat(before.get("render_time") or datetime.now().isoformat(timespec="seconds"))
         except (AttributeError, TypeError, ValueError) as error:
@@ -58,9 +55,9 @@ class Run:
         data = settings.data.model_copy(update={"render_time": time})
         return settings.model_copy(update={"data": data})
 
-    def _summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """What `run.json` says; nothing where there is none yet."""
-        return self.directory.read_json("run.json", SUMMARY_KEYS) or {}
+        return self.directory.read_json("run.json", RunRecord) or {}
 
     def location(self, stage: str) -> str:
         """Path or URL of a stage's output folder."""
@@ -80,7 +77,7 @@ class Run:
 
     def record(self, stage: str) -> dict[str, Any] | None:
         """What is known of a stage's output; None where there is no output."""
-        record = self.directory.read_json(_record_name(stage), RECORD_KEYS)
+        record = self.directory.read_json(_record_name(stage), StageRecord)
         if record is None or self.directory.is_empty(self.stages[stage].output):
             return None
         drafter = self.stages[stage].drafter
@@ -120,7 +117,7 @@ class Run:
 
     def refuse_other_identities(self, stages: Sequence[str]) -> None:
         """Raises UserError for the first of these whose output is there and was made with other settings."""
-        summary = self.directory.read_json("run.json") or {}
+        summary = self.summary()
         refuse_older_run(summary.get("settings", {}), self.directory.location("run.json"))
         for stage in stages:
             record = self.record(stage)
@@ -176,7 +173,7 @@ class Run:
 
     def _bring_back(self, stage: str) -> None:
         kept = _kept_name(stage, self.identity(stage))
-        record = self.directory.read_json(f"{kept}/stage.json", RECORD_KEYS)
+        record = self.directory.read_json(f"{kept}/stage.json", StageRecord)
         if record is None or record["identity"] != self.identity(stage) or self.directory.is_empty(f"{kept}/output"):
             return
         self.directory.write_json(_record_name(stage), {**record, "complete": False})
@@ -206,13 +203,13 @@ class Run:
 
     def uid(self) -> str:
         """Eight hex digits that tell this run directory from any other; drawn once and kept in `run.json`."""
-        if not self._summary():
+        if not self.summary():
             self.write_summary()
-        return str(self._summary()["uid"])
+        return str(self.summary()["uid"])
 
     def write_summary(self, provenance: dict[str, Any] | None = None) -> None:
         """Write `run.json`: settings as resolved, provenance of each invocation, and the state of every stage."""
-        before = self._summary()
+        before = self.summary()
         invocations = before.get("invocations", [])
         if provenance is not None:
             invocations = [*invocations, provenance][-20:]
@@ -243,7 +240,7 @@ def _kept_name(stage: str, identity: str) -> str:
 def open_run(directory: str, overrides: Sequence[str] = ()) -> Run:
     """The run that stands in a directory, with its last settings and `key=value` words over them."""
     there = RunDirectory(directory)
-    summary = there.read_json("run.json", SUMMARY_KEYS)
+    summary = there.read_json("run.json", RunRecord)
     if summary is None:
         raise UserError(f"{directory} is not a run directory: there is no run.json in it")
     refuse_older_run(summary["settings"], there.location("run.json"))

@@ -56,7 +56,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     target = open_target(settings, spec)
     final = Path(run.location("train"), "final")
     drafter = load_drafter(final, device=target.device, dtype=target.dtype, needs_manifest=True, cure=remade(final))
-    summary = run.directory.read_json("run.json") or {}
+    summary = run.summary()
     name = settings.publish.name or f"{settings.drafter.algorithm}-{spec.name.split('/')[-1].split(':')[-1]}"
     calibration = read_calibration(run)
     report = json.loads(Folder(run.location("report")).read("report.json"))

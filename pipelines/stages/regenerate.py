@@ -24,7 +24,8 @@ from dspark.decoding.target_checks import unknown_token
 from pipelines.data.chat import TemplateRefuses, answer_message, make_request, reads_the_clock, render_turn, thinks
 from pipelines.data.conversations import BAD_ROW, Prompt, PromptSet, bad_row, read_prompts
 from pipelines.errors import UserError
-from pipelines.json_files import read_jsonl_in, write_jsonl
+from pipelines.json_files import write_jsonl
+from pipelines.records import AnswerRow, ConversationRow, read_rows
 from pipelines.settings.schema import Settings
 from pipelines.target_spec import TargetSpec, resolve_target
 from pipelines.workers import on_pool, open_target, session
@@ -189,18 +190,12 @@ def find_answers(folder: Folder, items: Sequence[WorkItem]) -> dict[str, str]:
     left = {answer_key(prompt) for item in items for prompt in item.prompts} - found.keys()
     for name in there if left else ():
         if name not in by_name:
-            found.update((row["key"], name) for _, row in _answer_rows(folder, name) if row["key"] in left)
+            found.update((row["key"], name) for row in _answer_rows(folder, name) if row["key"] in left)
     return found
 
 
-def _answer_rows(folder: Folder, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        for place, row in read_jsonl_in(folder, name):
-            if (damage := _damage(row)) is not None or not isinstance(row.get("key"), str):
-                raise UserError(f"{place}: {damage or 'it lacks `key`'}")
-            yield place, row
-    except UserError as error:
-        raise UserError(f"{error}; remove the file, and its prompts are answered again") from None
+def _answer_rows(folder: Folder, name: str) -> Iterator[dict[str, Any]]:
+    return read_rows(folder, name, AnswerRow, "remove the file, and its prompts are answered again")
 
 
 def read_answers(folder: Folder, prompts: Iterable[Prompt], places: Mapping[str, str]) -> Iterator[dict[str, Any]]:
@@ -208,7 +203,7 @@ def read_answers(folder: Folder, prompts: Iterable[Prompt], places: Mapping[str,
 
     @lru_cache(maxsize=4)
     def rows(name: str) -> dict[str, dict[str, Any]]:
-        return {row["key"]: row for _, row in _answer_rows(folder, name)}
+        return {row["key"]: row for row in _answer_rows(folder, name)}
 
     for prompt in prompts:
         key = answer_key(prompt)
@@ -314,37 +309,11 @@ def answer(
 
 def read_conversations(folder: Folder) -> Iterator[dict[str, Any]]:
     """The rows of `train.jsonl`, in order. Raises UserError at a damaged line."""
-    try:
-        for place, row in read_jsonl_in(folder, TRAIN):
-            if (damage := _damage(row)) is not None:
-                raise UserError(f"{place}: {damage}")
-            yield row
-    except UserError as error:
-        raise UserError(
-            f"{error}; restore the file, or set `complete` to false in stages/regenerate.json: `dspark regenerate "
-            "CONFIG` then joins it anew from the answers"
-        ) from None
-
-
-def _damage(row: dict[str, Any]) -> str | None:
-    """Why this is no row of TRAIN; None if it is one."""
-    for key in ("id", "domain"):
-        if not isinstance(row.get(key), str):
-            return f"`{key}` is {row.get(key)!r:.40}, not a text"
-    for key in ("prompt_ids", "response_ids"):
-        ids = row.get(key)
-        if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
-            return f"`{key}` is {ids!r:.40}, not a list of token ids"
-    said = row.get("conversations")
-    texts = isinstance(said, list) and all(
-        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-        for turn in said
+    cure = (
+        "restore the file, or set `complete` to false in stages/regenerate.json: `dspark regenerate CONFIG` then joins "
+        "it anew from the answers"
     )
-    if not texts:
-        return f"`conversations` is {said!r:.40}, not a list of messages"
-    if missing := sorted({"thinking", "finish_reason"} - row.keys()):
-        return f"it lacks `{missing[0]}`"
-    return None
+    return read_rows(folder, TRAIN, ConversationRow, cure)
 
 
 def _new_row(prompt: Prompt, settings: Settings, spec: TargetSpec) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     final = Path(run.location("train"), "final")
     tokenizer = open_tokenizer(spec.path, trust_remote_code=settings.target.trust_remote_code)
     config = read_config(final, needs_manifest=True, cure=remade(final))
-    summary = run.directory.read_json("run.json") or {}
+    summary = run.summary()
     invocations = summary.get("invocations") or [{}]
     prompts = read_split(Path(run.location("regenerate"), "evaluation.jsonl"), "evaluation")
     calibration = read_calibration(run)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dspark.calibration import fit_table, slot_calibration
 from pipelines.errors import UserError
-from pipelines.records import DecodedItem, Timings, read_record
+from pipelines.records import DecodedItem, RunRecord, Timings, read_record
 from pipelines.runs.directory import RunDirectory
 from pipelines.stages.calibrate import read_calibration
 from pipelines.stages.step_costs import read_step_costs, table_identity
@@ -47,7 +47,7 @@ FILES: dict[str, Any] = {
     "unit.json": UNIT,
     "step_costs.json": [{"temperature": 0.0, **COSTS}],
     "table.json": COSTS,
-    "run.json": {"settings": {}},
+    "run.json": {"uid": "ab12", "settings": {}, "stages": {}, "invocations": []},
 }
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
@@ -67,7 +67,7 @@ def read(name: str, folder: Path) -> Any:
         "unit.json": lambda: read_record(Folder(folder), name, DecodedItem, "make it anew").model_dump(),
         "step_costs.json": lambda: read_step_costs(Folder(folder)),
         "table.json": lambda: table_identity(str(folder / name)),
-        "run.json": lambda: RunDirectory(folder).read_json(name, needs={"settings": dict}),
+        "run.json": lambda: RunDirectory(folder).read_json(name, RunRecord),
     }
     return readers[name]()
 

@@ -130,7 +130,7 @@ def test_a_bucket_out_of_reach_is_named() -> None:
 @pytest.mark.parametrize("text", ["{}", '{"settings": {}}', '{"settings": {"run": {}}}'])
 def test_a_run_json_without_its_settings(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)
-    with pytest.raises(UserError, match=r"run\.json lacks uid"):
+    with pytest.raises(UserError, match=r"run\.json: uid: "):
         open_run(str(tmp_path))
 
 
