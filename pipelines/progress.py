@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -169,13 +169,22 @@ def duration(seconds: float) -> str:
 
 def byte_size(count: float) -> str:
     """`512 B`, `1.5 MB`, `38 TB` (powers of 1000)."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(count) < 1000 or unit == "TB":
-            return (
-                f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}" if count < 1000 else f"{count:,.0f} {unit}"
-            )
+    if count < 1000:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB", "TB"):
         count /= 1000
-    raise AssertionError
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+    return f"{count:,.0f} TB"
+
+
+def flatten(values: Mapping[str, Any], joint: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings, names joined."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, joint, f"{prefix}{name}{joint}")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _count(value: float) -> str:

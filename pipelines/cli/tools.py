@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from pipelines.progress import Reporter
+from pipelines.progress import Reporter, flatten
 from pipelines.reporting.looks import name_of
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
@@ -142,18 +142,7 @@ def print_values(values: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(values, indent=2, default=str))
         return
-    for name, value in flatten(values):
+    for name, value in flatten(values, "."):
         print(
             f"{name:<36} {value:,}" if isinstance(value, int) and not isinstance(value, bool) else f"{name:<36} {value}"
         )
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Leaves of nested mappings under dotted names."""
-    leaves: list[tuple[str, Any]] = []
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            leaves += flatten(value, f"{prefix}{name}.")
-        else:
-            leaves.append((f"{prefix}{name}", value))
-    return leaves

@@ -50,6 +50,12 @@ _POLICIES = {
 }
 
 
+def listed(items: Sequence[object]) -> str:
+    """`1, 2 and 3`."""
+    words = [str(item) for item in items]
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
 def name_of(drafter: str) -> str:
     return NAMES.get(drafter, drafter)
 

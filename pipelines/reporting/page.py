@@ -7,7 +7,7 @@ tables in `page_tables`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -15,9 +15,10 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from pipelines.progress import byte_size
 from pipelines.reporting import page_charts, page_tables
 from pipelines.reporting.charts import number, percent, tape
-from pipelines.reporting.looks import FEW, POLICY_NAMES, domain_look, look_of, name_of, policy_look
+from pipelines.reporting.looks import FEW, POLICY_NAMES, domain_look, listed, look_of, name_of, policy_look
 from pipelines.reporting.terms import TERMS
 
 SECTIONS = (
@@ -70,9 +71,9 @@ def _environment() -> jinja2.Environment:
         "g": lambda value: f"{value:g}",
         "thousands": lambda value: f"{value:,}",
         "name": name_of,
-        "bytes": _bytes,
+        "bytes": byte_size,
         "inline": _inline,
-        "listed": _listed,
+        "listed": listed,
         "one_line": _one_line,
         "json": lambda value: json.dumps(value, indent=2, ensure_ascii=False),
     }
@@ -159,19 +160,6 @@ def _round_in_words(order: int, entry: Mapping[str, Any]) -> str:
 
 def _one_line(piece: str) -> str:
     return piece.replace("\n", "⏎")
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    words = [str(value) for value in numbers]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 def _inline(value: Any) -> str:

@@ -23,6 +23,7 @@ from pipelines.errors import UserError
 from pipelines.evaluation import figures, quality
 from pipelines.evaluation.round_log import COMPLETION_SCHEMA, EVENT_SCHEMA
 from pipelines.evaluation.samples import Decode, sample_texts
+from pipelines.reporting.looks import listed
 from pipelines.reporting.markdown import render_markdown
 from pipelines.reporting.page import render_page
 from storage.errors import MissingFile
@@ -251,10 +252,10 @@ def summary(report: Mapping[str, Any]) -> list[str]:
         f"{lengths['dspark', t]:.2f}{'' if index else ' tokens'} at temperature {t:g}"
         for index, t in enumerate(temperatures)
     ]
-    text = f"One pass of the target yields {_listed(own)}"
+    text = f"One pass of the target yields {listed(own)}"
     without = [lengths.get(("no-sequential-head", t)) for t in temperatures]
     if known := [f"{value:.2f}" for value in without if value is not None]:
-        text += f"; with the drafter's sequential head switched off, {_listed(known)}"
+        text += f"; with the drafter's sequential head switched off, {listed(known)}"
     sentences = [text + "."]
     ratios = {row["temperature"]: row["against_plain"] for row in report["speed"] if row["drafter"] == "dspark"}
     known_ratios = [(t, ratio) for t in temperatures if (ratio := ratios.get(t)) is not None]
@@ -264,12 +265,8 @@ def summary(report: Mapping[str, Any]) -> list[str]:
             f"{' (slower)' if ratio < 0.995 else ''} at temperature {t:g}"
             for index, (t, ratio) in enumerate(known_ratios)
         ]
-        sentences.append(f"By the clock of this machine that is {_listed(clock)}.")
+        sentences.append(f"By the clock of this machine that is {listed(clock)}.")
     return sentences
-
-
-def _listed(items: Sequence[str]) -> str:
-    return " and ".join([", ".join(items[:-1]), items[-1]]) if len(items) > 1 else items[0]
 
 
 def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:

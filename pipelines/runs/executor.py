@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pipelines.progress import flatten
 from pipelines.runs.graph import Stage
 from pipelines.runs.preflight import check_start, require_room, stages_left
 from pipelines.runs.run import Run
@@ -92,10 +93,5 @@ def _do(run: Run, name: str, left: Sequence[str], reporter: Reporter, shared: Ex
 
 def _numbers(result: Mapping[str, Any]) -> dict[str, float]:
     """The figures of a stage's result, nested names joined."""
-    found: dict[str, float] = {}
-    for key, value in result.items():
-        if isinstance(value, Mapping):
-            found |= {f"{key}/{inner}": number for inner, number in _numbers(value).items()}
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            found[key] = value
-    return found
+    leaves = flatten(result, "/")
+    return {name: value for name, value in leaves if isinstance(value, int | float) and not isinstance(value, bool)}
