@@ -1,4 +1,4 @@
-"""Faults that the person at the keyboard can mend, and how they are told from faults of ours."""
+"""Faults that the person at the keyboard can mend, and what tells them from faults of ours."""
 
 from __future__ import annotations
 

@@ -59,10 +59,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """(number, line) for each line of a file that is not blank; gzip is unpacked. Raises UserError if that fails."""
     number = 0
     try:
-        with open(path, "rb") as plain:
-            packed = plain.read(2) == GZIP
-            plain.seek(0)
-            with cast(IO[bytes], gzip.open(plain)) if packed else plain as file:
+        with open(path, "rb") as stored:
+            packed = stored.read(2) == GZIP
+            stored.seek(0)
+            with cast(IO[bytes], gzip.open(stored)) if packed else stored as file:
                 for number, line in enumerate(file, start=1):
                     if line.removeprefix(BYTE_ORDER_MARK if number == 1 else b"").strip():
                         yield number, line
@@ -76,6 +76,11 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(`file:line`, object) for each line that is not blank. Raises UserError at a line that is no JSON object."""
     for number, line in read_lines(path):
         yield f"{path}:{number}", parse_row(line, str(path), number)
+
+
+def write_json(folder: Folder, name: str, value: Any) -> None:
+    """Write the file whole, or, if that is interrupted, not at all."""
+    folder.write(name, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def write_jsonl(folder: Folder, name: str, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -14,13 +14,15 @@ from cluster.work_pool import WorkersFailed, WorkItemFailed, run_work_items
 from dspark.decoding.target import Target
 from dspark.decoding.target_checks import check_identity, check_target
 from pipelines.errors import UserError, for_the_user
+from pipelines.json_files import write_json
 from pipelines.target_spec import local_folder
 from storage.files.filesystems import Folder
 from storage.files.masking import mask
 
 if TYPE_CHECKING:
+    from pipelines.json_files import write_json
     from pipelines.settings import Settings
-    from pipelines.target_spec import TargetSpec
+from pipelines.target_spec import TargetSpec
 
 Item = TypeVar("Item")
 TARGET_CHECK = "target-check.json"
@@ -50,7 +52,7 @@ def open_target(settings: Settings, spec: TargetSpec) -> Target:
     if _kept_identity(run) != identity:
         record = {"identity": identity, "differences": asdict(check_target(target))}
         if run.exists("run.json"):
-            run.write(TARGET_CHECK, (json.dumps(record, indent=2) + "\n").encode())
+            write_json(run, TARGET_CHECK, record)
     return target
 
 

@@ -7,7 +7,6 @@ kernel drops when its process dies, however it dies.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import socket
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.errors import UserError
+from pipelines.json_files import write_json
 from pipelines.records import Record, read_record
 from storage.files.filesystems import Folder
 
@@ -59,7 +59,7 @@ class RunDirectory:
         return read_record(self.folder, name, kind, "restore it, or set another run.directory").model_dump()
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
-        self.folder.write(name, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+        write_json(self.folder, name, value)
 
     def is_empty(self, name: str) -> bool:
         """Whether no file stands under `name`."""

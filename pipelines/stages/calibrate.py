@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import numpy as np
 from dspark.calibration import fit_table
 from pipelines.errors import UserError
 from pipelines.evaluation.round_log import EVENTS, columns, read_events
+from pipelines.json_files import write_json
 from pipelines.records import Calibration, read_record
 from pipelines.settings import Settings
 from pipelines.stages.decoding import DSPARK, FULL, DecodeWorker, decode_all, make_plan, read_split, work_items
@@ -47,7 +47,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     if not settings.drafter.has_confidence_head:
         why = "the drafter has no confidence head: nothing to calibrate"
         reporter.say(why)
-        folder.write(NOTHING, (json.dumps({"why": why}) + "\n").encode())
+        write_json(folder, NOTHING, {"why": why})
         return {"temperatures": None}
     prompts = read_split(Path(run.location("regenerate"), "calibration.jsonl"), "calibration")
     items = work_items(section, prompts, "calibration", lambda temperature: [(DSPARK, FULL)])
@@ -75,7 +75,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
         },
         "tables": tables,
     }
-    folder.write(TEMPERATURES, (json.dumps(record, indent=2) + "\n").encode())
+    write_json(folder, TEMPERATURES, record)
     return {"temperatures": record["temperatures"], "rounds": record["rounds"]}
 
 

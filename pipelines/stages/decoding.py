@@ -8,7 +8,6 @@ completion is one file, and is not decoded again.
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from pipelines.data.conversations import Message, Prompt, prompt_from_row
 from pipelines.drafter_folder import remade, require_target
 from pipelines.errors import UserError
 from pipelines.evaluation.round_log import EventLog, Labels
-from pipelines.json_files import read_jsonl
+from pipelines.json_files import read_jsonl, write_json
 from pipelines.settings import Settings
 from pipelines.settings.schema import CalibrateSettings, EvaluateSettings
 from pipelines.target_spec import TargetSpec, resolve_target
@@ -290,7 +289,7 @@ class DecodeWorker:
             "max_rows": plan.batch_size,
             "skipped": skipped,
         }
-        self.log.folder.write(item.file, json.dumps(record, indent=1).encode())
+        write_json(self.log.folder, item.file, record)
         return {"tokens_per_second": tokens / max(seconds, 1e-9)}
 
     def _answer(self, prompt: Prompt, request: Any, output_ids: Sequence[int]) -> Message:

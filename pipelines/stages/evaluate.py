@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines.drafter_folder import published_config
 from pipelines.evaluation import figures
 from pipelines.evaluation.round_log import EVENTS, read_events
+from pipelines.json_files import write_json
 from pipelines.records import DecodedItem, read_record
 from pipelines.settings import Settings
 from pipelines.stages.calibrate import read_calibration
@@ -82,7 +82,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
     served = measure_serving(plan, prompts, settings.drafter.has_confidence_head, reporter)
     timings = _add_up(records)
     skipped = {name: why for record in records for name, why in record["skipped"].items()}
-    folder.write(TIMINGS, json.dumps({"timings": timings, "skipped": skipped}, indent=1).encode())
+    write_json(folder, TIMINGS, {"timings": timings, "skipped": skipped})
     lengths = figures.accepted_lengths(read_events(folder.full(EVENTS)))
     return {
         "prompts": len(prompts),

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +24,7 @@ from dspark.registry import algorithms
 from pipelines.data.conversations import evenly_spaced
 from pipelines.drafter_folder import remade
 from pipelines.errors import UserError
+from pipelines.json_files import write_json
 from pipelines.settings import Settings, settings_from_dict
 from pipelines.stages.build_cache import build, count_components, plan_cache
 from pipelines.stages.capture import COMPONENTS, CaptureWorker, Conversation
@@ -148,7 +148,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
             on_result=lambda item, result: found.update(result),
             item_name=lambda item: "components and candidates",
         )
-    Folder(root).write(FINDINGS, json.dumps(found, indent=1).encode())
+    write_json(Folder(root), FINDINGS, found)
     return {
         "conversations": len(sample),
         "tokens": sum(len(row.input_ids) for row in sample),

@@ -24,7 +24,7 @@ from dspark.decoding.target_checks import unknown_token
 from pipelines.data.chat import TemplateRefuses, answer_message, make_request, reads_the_clock, render_turn, thinks
 from pipelines.data.conversations import BAD_ROW, Prompt, PromptSet, bad_row, read_prompts
 from pipelines.errors import UserError
-from pipelines.json_files import write_jsonl
+from pipelines.json_files import write_json, write_jsonl
 from pipelines.records import AnswerRow, ConversationRow, read_rows
 from pipelines.settings.schema import Settings
 from pipelines.target_spec import TargetSpec, resolve_target
@@ -400,6 +400,6 @@ def _join(
             for split, prompts in splits.items()
         },
     }
-    folder.write(MANIFEST, (json.dumps(manifest, indent=2, ensure_ascii=False) + "\n").encode())
+    write_json(folder, MANIFEST, manifest)
     figures = {key: manifest[key] for key in ("rows", "response_tokens", "finish_reasons", "ended")}
     return {**figures, "dropped": len(short)}

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from dspark.decoding.step_costs import StepCosts
 from pipelines.data.conversations import Prompt
 from pipelines.evaluation.round_log import Labels
 from pipelines.evaluation.serving import length_policy, policies_of, split_of
+from pipelines.json_files import write_json
 from pipelines.stages.decoding import DSPARK, PLAIN, DecodePlan, DecodeWorker, decode_all
 from pipelines.stages.step_costs import serving_temperature
 from storage.files.filesystems import Folder
@@ -108,5 +108,5 @@ class ServingWorker(DecodeWorker):
             self.log.append(completion, labels)
             tokens += sum(event.committed for event in completion.rounds)
             seconds += sum((event.draft_ms + event.verify_ms) / event.batch_rows for event in completion.rounds) / 1e3
-        self.log.folder.write(item.file, json.dumps({"policy": item.policy, "users": item.users}).encode())
+        write_json(self.log.folder, item.file, {"policy": item.policy, "users": item.users})
         return {"tokens_per_second": tokens / max(seconds, 1e-9)}

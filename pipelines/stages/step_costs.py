@@ -17,6 +17,7 @@ from dspark.decoding.sampling import SamplingConfig
 from dspark.decoding.step_costs import StepCosts
 from dspark.decoding.step_timing import measure_step_costs
 from pipelines.errors import UserError
+from pipelines.json_files import write_json
 from pipelines.provenance import hardware
 from pipelines.settings.schema import EvaluateSettings
 from pipelines.stages.decoding import DSPARK, DecodePlan, DecodeWorker
@@ -85,7 +86,7 @@ def find_step_costs(plan: DecodePlan, reporter: Reporter) -> dict[float, dict[st
                 item_name=lambda temperature: f"step costs at temperature {temperature:g}",
             )
     rows = [{"temperature": temperature, **costs} for temperature, costs in sorted(found.items())]
-    folder.write(STEP_COSTS, (json.dumps(rows, indent=1) + "\n").encode())
+    write_json(folder, STEP_COSTS, rows)
     return found
 
 

@@ -34,12 +34,12 @@ class LocalLog:
         self.rewrite(parse_rows(folder.read(name)) if folder.exists(name) else [])
 
     def append(self, row: Mapping[str, Any]) -> None:
-        plain = {key: _plain(value) for key, value in row.items()}
+        known = {key: _json_value(value) for key, value in row.items()}
         if self._folder.is_local:
             with open(self._folder.local_path(self._name), "a", encoding="utf-8") as file:
-                file.write(json.dumps(plain) + "\n")
+                file.write(json.dumps(known) + "\n")
             return
-        self._rows.append(plain)
+        self._rows.append(known)
         if time.monotonic() - self._written > REMOTE_SECONDS:
             self.rewrite(self._rows)
 
@@ -56,7 +56,7 @@ class LocalLog:
             self.rewrite(self._rows)
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """JSON has no NaN: a number that is not finite becomes its name."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

@@ -6,10 +6,11 @@ next line of the log tells. The position in the sample order, the seeds and the 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import distributed
 
@@ -26,14 +27,16 @@ class Checkpoints:
 
     def __init__(self, engine: TrainEngine, folder: Path, settings: TrainSettings) -> None:
         self._engine, self._folder, self._settings = engine, folder, settings
-        self._writer: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._writer = ThreadPoolExecutor(1, "checkpoints")
+        self._writing: Future[None] | None = None  # what is being written in the background
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._wait(raising=kind is None)
+        self._writer.shutdown()
+        if kind is None:
+            self._wait()
 
     def resume(self) -> tuple[int, StepTotals]:
         """Take up the newest complete checkpoint; the step to go on with, and the totals (sums on rank 0 alone)."""
@@ -60,11 +63,12 @@ class Checkpoints:
         if self._engine.rank != 0:
             return
         state = {"step": step, "totals": {**totals.to_dict(), "sums": dict(sums)}}
+        kept = self._settings.save_total_limit
+        write = partial(save_checkpoint, self._folder, step, tensors, state, metric=score, keep_last=kept)
         if self._settings.checkpoint_in_background:
-            self._writer = threading.Thread(target=self._write_quietly, args=(step, tensors, state, score))
-            self._writer.start()
+            self._writing = self._writer.submit(write)
         else:
-            self._write(step, tensors, state, score)
+            write()
 
     def take_best(self) -> None:
         """Go back to the weights with the best score, where any checkpoint has one."""
@@ -72,26 +76,8 @@ class Checkpoints:
         if best is not None:
             self._engine.load(load_checkpoint(best).tensors)
 
-    def _write(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], score: float | None) -> None:
-        save_checkpoint(
-            self._folder,
-            step,
-            tensors,
-            state,
-            metric=score,
-            keep_last=self._settings.save_total_limit,
-        )
-
-    def _write_quietly(self, *arguments: Any) -> None:
-        try:
-            self._write(*arguments)
-        except BaseException as error:  # raised by the next `_wait`, in the thread that trains
-            self._error = error
-
-    def _wait(self, *, raising: bool = True) -> None:
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-        error, self._error = self._error, None
-        if error is not None and raising:
-            raise error
+    def _wait(self) -> None:
+        """Until the last checkpoint is written; raises what writing it raised."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()

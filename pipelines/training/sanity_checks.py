@@ -106,17 +106,17 @@ class SanityChecks:
         self._found = found if first < first_line else []
         self.baseline = constant_acceptance(batch, head)
         self._due = max(FIRST_STEPS, 2 * warmup_steps)
-        self._judged = first >= self._due
+        self._compared = first >= self._due
 
     def at(self, step: int, acceptance: float | None) -> list[str]:
         """Warnings for the line of the log after so many steps, with the acceptance rate at slot 0 that it tells."""
         found, self._found = self._found, []
-        return found + self._judge(step, acceptance)
+        return found + self._compare(step, acceptance)
 
-    def _judge(self, step: int, acceptance: float | None) -> list[str]:
-        if self._judged or step < self._due or acceptance is None:
+    def _compare(self, step: int, acceptance: float | None) -> list[str]:
+        if self._compared or step < self._due or acceptance is None:
             return []
-        self._judged = True
+        self._compared = True
         if acceptance >= self.baseline:
             return []
         return [

@@ -1,4 +1,4 @@
-"""What a rank of the training group is told, and what its settings become: drafter, engine, steps."""
+"""What a rank of the training group gets, and what its settings become: drafter, engine, steps."""
 
 from __future__ import annotations
 
