@@ -28,7 +28,7 @@ class Checkpoints:
     def __init__(self, engine: TrainEngine, folder: Path, settings: TrainSettings) -> None:
         self._engine, self._folder, self._settings = engine, folder, settings
         self._writer = ThreadPoolExecutor(1, "checkpoints")
-        self._writing: Future[None] | None = None  # what is being written in the background
+        self._writing: Future[Path] | None = None  # what is being written in the background
 
     def __enter__(self) -> Checkpoints:
         return self
