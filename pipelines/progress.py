@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
 
 LINE_SECONDS = 10.0  # between two plain lines of one task
 
@@ -22,7 +22,8 @@ class Task:
         self.done = self._start_done = done
         self.figures: dict[str, str] = {}
         self._reporter = reporter
-        self._started = time.monotonic()
+        self._started = self.shown = time.monotonic()  # shown: when its last line was written
+        self.bar: TaskID | None = None  # on a terminal
 
     def advance(self, amount: float = 1, **figures: float | str) -> None:
         """Count `amount` more units as done."""
@@ -78,8 +79,6 @@ class Reporter:
         self._stream = sys.stderr if stream is None else stream
         self._terminal = self._stream.isatty() if terminal is None else terminal
         self._bars: Progress | None = None
-        self._bar_ids: dict[int, int] = {}
-        self._last_line: dict[int, float] = {}
 
     def say(self, text: str) -> None:
         """One line for the reader."""
@@ -102,49 +101,32 @@ class Reporter:
     def task(self, what: str, total: float | None = None, unit: str = "samples", done: float = 0) -> Iterator[Task]:
         """A piece of work; `done` is what an earlier process had finished."""
         task = Task(self, what, total, unit, done)
-        self._begin(task)
+        if self._terminal and not self.quiet:
+            if self._bars is None:
+                self._bars = _make_bars(self._stream)
+                self._bars.start()
+            task.bar = self._bars.add_task(what, total=total, text="")
+            self._show(task)
         ended = False
         try:
             yield task
             ended = True
         finally:
-            self._end(task, tell=ended or task.done > done)
-
-    def _begin(self, task: Task) -> None:
-        if self.quiet:
-            return
-        if not self._terminal:
-            self._last_line[id(task)] = time.monotonic()
-            return
-        if self._bars is None:
-            self._bars = _make_bars(self._stream)
-            self._bars.start()
-        self._bar_ids[id(task)] = self._bars.add_task(task.what, total=task.total, text="")
-        self._show(task)
+            if self._bars is not None and task.bar is not None:
+                self._bars.remove_task(task.bar)
+                if not self._bars.tasks:
+                    self._bars.stop()
+                    self._bars = None
+            if ended or task.done > done:  # not of a piece of work that failed before anything was done
+                self.say(f"{task.line()}, took {duration(task.seconds)}")
 
     def _show(self, task: Task) -> None:
-        if self.quiet:
-            return
-        if self._bars is not None:
+        if self._bars is not None and task.bar is not None:
             text = task.line().removeprefix(f"{task.what}: ")
-            bar = self._bar_ids[id(task)]
-            self._bars.update(bar, completed=task.done, total=task.total, text=text)  # type: ignore[arg-type]
-        elif time.monotonic() - self._last_line[id(task)] >= LINE_SECONDS:
-            self._last_line[id(task)] = time.monotonic()
+            self._bars.update(task.bar, completed=task.done, total=task.total, text=text)
+        elif time.monotonic() - task.shown >= LINE_SECONDS:
+            task.shown = time.monotonic()
             self.say(task.line())
-
-    def _end(self, task: Task, *, tell: bool) -> None:
-        if self.quiet:
-            return
-        self._last_line.pop(id(task), None)
-        bar = self._bar_ids.pop(id(task), None)
-        if self._bars is not None and bar is not None:
-            self._bars.remove_task(bar)  # type: ignore[arg-type]
-            if not self._bar_ids:
-                self._bars.stop()
-                self._bars = None
-        if tell:  # not of a piece of work that failed before anything was done
-            self.say(f"{task.line()}, took {duration(task.seconds)}")
 
 
 def _make_bars(stream: TextIO) -> Progress:

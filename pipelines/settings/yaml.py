@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,11 @@ class Document:
             if path[:length] in self.places:
                 return self.places[path[:length]]
         return self.source
+
+    def forget(self, path: KeyPath) -> None:
+        """Drop the places of the key and of all below it: another value takes theirs."""
+        for stale in [known for known in self.places if known[: len(path)] == path]:
+            del self.places[stale]
 
 
 def read_document(path: Path) -> Document:
@@ -212,19 +218,17 @@ def _place(source: str, line: int) -> str:
 
 def _merge(below: Document, above: Document) -> None:
     """Lay `above` over `below`: mappings merge, anything else (lists too) replaces."""
-    _merge_values(below.values, above.values, (), below.places)
+
+    def lay(lower: dict[str, Any], upper: dict[str, Any], path: KeyPath) -> None:
+        for key, value in upper.items():
+            if isinstance(value, dict) and isinstance(lower.get(key), dict):
+                lay(lower[key], value, (*path, key))
+            else:
+                below.forget((*path, key))
+                lower[key] = value
+
+    lay(below.values, above.values, ())
     below.places.update(above.places)
-
-
-def _merge_values(below: dict[str, Any], above: dict[str, Any], path: KeyPath, places: dict[KeyPath, str]) -> None:
-    for key, value in above.items():
-        here = (*path, key)
-        if isinstance(value, dict) and isinstance(below.get(key), dict):
-            _merge_values(below[key], value, here, places)
-            continue
-        for stale in [place for place in places if place[: len(here)] == here]:
-            del places[stale]
-        below[key] = value
 
 
 def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
@@ -279,8 +283,7 @@ def _set(document: Document, path: KeyPath, value: Any, place: str) -> None:
         holder[str(last)] = value
     else:
         raise UserError(f"{place}: `{dotted_name(path[:-1])}` is a value and has no key `{last}`")
-    for stale in [known for known in document.places if known[: len(path)] == path]:
-        del document.places[stale]
+    document.forget(path)
     document.places[path] = place
 
 
@@ -290,8 +293,6 @@ def dotted_name(path: KeyPath) -> str:
 
 
 def _nearest_file(path: Path) -> str:
-    from difflib import get_close_matches
-
     folder = path.parent
     names = [file.name for file in folder.glob("*.yaml")] if folder.is_dir() else []
     close = get_close_matches(path.name, names, n=1, cutoff=0.75)

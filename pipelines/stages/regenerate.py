@@ -276,24 +276,11 @@ def answer(
     while going:
         requests = []
         for name, (prompt, row) in list(going.items()):
-            said = [*row["conversations"], *(prompt.turns[turn] if turn < len(prompt.turns) else ())]
-            if len(said) == len(row["conversations"]) or row["finish_reason"] == "length":
+            request = _next_request(decoder, tokenizer, prompt, row, turn, settings, spec)
+            if request is None:
                 del going[name]
-                continue
-            try:
-                ids = render_turn(tokenizer, prompt, said, settings)
-            except TemplateRefuses:
-                row["ended"] = "template"
-                del going[name]
-                continue
-            request = make_request(name, ids, settings.regenerate.max_new_tokens, spec, settings.run.seed + turn)
-            if decoder.why_not(request) is not None:
-                row["ended"] = "context"
-                del going[name]
-                continue
-            row["conversations"], row["prompt_ids"] = said, ids
-            row["shortened"] = request.max_new_tokens < settings.regenerate.max_new_tokens
-            requests.append(request)
+            else:
+                requests.append(request)
         for completion in decoder.generate(sorted(requests, key=lambda request: -len(request.prompt_ids))):
             prompt, row = going[completion.request_id]
             output = completion.output_ids
@@ -305,6 +292,26 @@ def answer(
             row["conversations"].append(history)
         turn += 1
     return rows
+
+
+def _next_request(
+    decoder: Any, tokenizer: Any, prompt: Prompt, row: dict[str, Any], turn: int, settings: Settings, spec: TargetSpec
+) -> Any:
+    """The request for the answer to a turn, noted in the row; None where the conversation ends before it."""
+    if turn >= len(prompt.turns) or row["finish_reason"] == "length":
+        return None
+    said, room = [*row["conversations"], *prompt.turns[turn]], settings.regenerate.max_new_tokens
+    try:
+        ids = render_turn(tokenizer, prompt, said, settings)
+    except TemplateRefuses:
+        row["ended"] = "template"
+        return None
+    request = make_request(prompt.prompt_id, ids, room, spec, settings.run.seed + turn)
+    if decoder.why_not(request) is not None:
+        row["ended"] = "context"
+        return None
+    row |= {"conversations": said, "prompt_ids": ids, "shortened": request.max_new_tokens < room}
+    return request
 
 
 def read_conversations(folder: Folder) -> Iterator[dict[str, Any]]:

@@ -38,13 +38,13 @@ CALIBRATION: dict[str, Any] = {
     "ece_on_fitted_rounds": {"before": [0.1, None], "after": [0.1, None]},
     "tables": [TABLE],
 }
-UNIT = {"drafter": "dspark", "temperature": 0.0, "tokens": 5, "seconds": 0.5, "max_rows": 2, "skipped": {"a": "long"}}
+ITEM = {"drafter": "dspark", "temperature": 0.0, "tokens": 5, "seconds": 0.5, "max_rows": 2, "skipped": {"a": "long"}}
 COSTS = {"tokens": [1, 2], "steps_per_second": [9.0, 8.0], "draft": {"rows": [1], "seconds": [0.1]}}
-TIMINGS = {"timings": [UNIT], "skipped": {}}
+TIMINGS = {"timings": [ITEM], "skipped": {}}
 FILES: dict[str, Any] = {
     "temperatures.json": CALIBRATION,
     "timings.json": TIMINGS,
-    "unit.json": UNIT,
+    "item.json": ITEM,
     "step_costs.json": [{"temperature": 0.0, **COSTS}],
     "table.json": COSTS,
     "run.json": {"uid": "ab12", "settings": {}, "stages": {}, "invocations": []},
@@ -64,7 +64,7 @@ def read(name: str, folder: Path) -> Any:
     readers = {
         "temperatures.json": lambda: read_calibration(run),
         "timings.json": lambda: read_record(Folder(folder), name, Timings, "make it anew").model_dump(),
-        "unit.json": lambda: read_record(Folder(folder), name, DecodedItem, "make it anew").model_dump(),
+        "item.json": lambda: read_record(Folder(folder), name, DecodedItem, "make it anew").model_dump(),
         "step_costs.json": lambda: read_step_costs(Folder(folder)),
         "table.json": lambda: table_identity(str(folder / name)),
         "run.json": lambda: RunDirectory(folder).read_json(name, RunRecord),
@@ -76,7 +76,7 @@ def read(name: str, folder: Path) -> Any:
 def test_what_was_written_is_read(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(json.dumps(FILES[name]))
     found = read(name, tmp_path)
-    if name in ("temperatures.json", "timings.json", "unit.json", "run.json"):
+    if name in ("temperatures.json", "timings.json", "item.json", "run.json"):
         assert found == FILES[name]
     else:
         costs = found[0.0] if name == "step_costs.json" else found
