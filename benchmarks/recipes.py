@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pipelines.stages.decode_events import DecodePlan, DecodeWorker, cut
 
 from pipelines.data.conversations import read_prompts
 from pipelines.evaluation.round_log import EventLog, columns, read_events
 from pipelines.settings import load_settings
+from pipelines.stages.decoding import FULL, DecodePlan, DecodeWorker, work_items
 from pipelines.stages.train import count_steps
 from pipelines.target_spec import resolve_target
 from pipelines.training.loop import FINAL, train_rank
@@ -58,7 +58,7 @@ def train(options: argparse.Namespace, name: str, seed: int) -> Path:
     cache = str(Path(settings.run.directory, "cache"))
     task = TrainingTask(
         settings=settings,
-        facts=resolve_target(settings),
+        spec=resolve_target(settings),
         cache=cache,
         output=str(output),
         total_steps=count_steps(settings, len(TargetCache.open(cache))),
@@ -76,33 +76,23 @@ def decode(options: argparse.Namespace, key: str, drafter: Path) -> None:
     settings = load_settings(options.config, options.override)
     sources = [source.model_copy(update={"limit": options.prompts}) for source in settings.data.evaluation]
     prompts = read_prompts(sources, "evaluation").prompts
+    section = settings.evaluate.model_copy(update={"seeds": (0,)})
     plan = DecodePlan(
         settings=settings,
-        facts=resolve_target(settings),
+        spec=resolve_target(settings),
         folder=str(options.work / "evaluation"),
         circumstances={"prompts": options.prompts},
         drafter=None,
         baselines={key: str(drafter)},
-        max_new_tokens=settings.evaluate.max_new_tokens,
-        rows=settings.evaluate.batch_size,
+        max_new_tokens=section.max_new_tokens,
+        batch_size=section.batch_size,
     )
-    units = [
-        unit
-        for temperature in settings.evaluate.temperatures
-        for unit in cut(
-            prompts,
-            variant=key,
-            temperature=temperature,
-            seed=0,
-            split="evaluation",
-            rows=plan.rows,
-        )
-    ]
+    items = work_items(section, prompts, "evaluation", lambda temperature: [(key, FULL)])
     folder = EventLog(plan.folder, plan.circumstances).folder
-    if todo := [unit for unit in units if not folder.exists(unit.file)]:
+    if todo := [item for item in items if not folder.exists(item.file)]:
         worker = DecodeWorker(plan)
-        for unit in todo:
-            worker.run(unit)
+        for item in todo:
+            worker.run(item)
 
 
 class Lengths:

@@ -101,7 +101,7 @@ class DecodePlan:
     spec: TargetSpec
     folder: str
     circumstances: dict[str, Any]
-    drafter: str
+    drafter: str | None  # the run's own, in its folder
     max_new_tokens: int
     batch_size: int
     baselines: dict[str, str] = field(default_factory=dict)  # name: folder
@@ -191,15 +191,17 @@ def open_drafters(plan: DecodePlan, target: Target) -> dict[str, tuple[Target, A
     Raises UserError for a baseline that is not a drafter for this target.
     """
     options: dict[str, Any] = {"device": target.device, "dtype": target.dtype, "target": target}
-    drafter = load_drafter(plan.drafter, needs_manifest=True, cure=remade(plan.drafter), **options)
-    asked = plan.spec.contract(plan.settings, with_block=True)["block_size"]
-    if drafter.block_size != asked:
-        raise UserError(
-            f"the drafter in {plan.drafter} has blocks of {drafter.block_size}, these settings ask for {asked}: "
-            "set drafter.block_size to the checkpoint's"
-        )
-    own = {DSPARK: drafter, ONE_SLOT: drafter, NO_HEAD: without_sequential_head(drafter), PLAIN: None}
-    found: dict[str, tuple[Target, Any]] = {variant: (target, one) for variant, one in own.items()}
+    found: dict[str, tuple[Target, Any]] = {PLAIN: (target, None)}
+    if plan.drafter is not None:
+        drafter = load_drafter(plan.drafter, needs_manifest=True, cure=remade(plan.drafter), **options)
+        asked = plan.spec.contract(plan.settings, with_block=True)["block_size"]
+        if drafter.block_size != asked:
+            raise UserError(
+                f"the drafter in {plan.drafter} has blocks of {drafter.block_size}, these settings ask for {asked}: "
+                "set drafter.block_size to the checkpoint's"
+            )
+        own = {DSPARK: drafter, ONE_SLOT: drafter, NO_HEAD: without_sequential_head(drafter)}
+        found |= {variant: (target, one) for variant, one in own.items()}
     for name, folder in plan.baselines.items():
         try:
             drafter = load_drafter(folder, **options)
