@@ -1,6 +1,7 @@
 """A refit takes its parts from what was published; a single answer shows what was drafted."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import torch
 from dspark.config import DrafterConfig
 from dspark.contract import Contract
 from dspark.decoding.target import Target
+from dspark.manifest import write_manifest
 from dspark.models.checkpoint import save_drafter
 from dspark.models.starting_weights import build_drafter
 from pipelines.decode import Answer, Piece, decode_one, refuse_unread
 from pipelines.errors import UserError
+from pipelines.progress import Reporter
 from pipelines.refit import refit_settings
+from pipelines.runs.executor import run_stages
 from pipelines.settings import load_settings
 from pipelines.target_spec import resolve_target
 
@@ -74,6 +78,54 @@ def test_refits_that_cannot_work_are_refused(published: Path, toy_folder: Path, 
     (tmp_path / "cut" / "model.safetensors").write_bytes(b"cut off")
     with pytest.raises(UserError, match=r"--from: .*model\.safetensors is cut off or damaged"):
         refit_settings(config, [], str(tmp_path / "cut"))
+
+
+@pytest.mark.parametrize("option", ["evaluate.baselines.old", "drafter.initial_weights", "--from"])
+@pytest.mark.parametrize("damage", ["missing", "without config.json", "torn config.json", "without weights", "a bit"])
+def test_a_missing_or_damaged_drafter_is_refused_before_anything_runs(
+    option: str, damage: str, published: Path, toy_folder: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(published, tmp_path / "drafter"))
+    write_manifest(folder)
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    if damage == "missing":
+        shutil.rmtree(folder)
+    elif damage == "without config.json":
+        config.unlink()
+    elif damage == "torn config.json":
+        config.write_bytes(config.read_bytes()[:40])
+    elif damage == "without weights":
+        weights.unlink()
+    else:
+        content = bytearray(weights.read_bytes())
+        content[-5] ^= 1
+        weights.write_bytes(content)
+    file = config_file(tmp_path, toy_folder)
+
+    def attempt() -> None:
+        if option == "--from":
+            refit_settings(file, [], str(folder))
+        else:
+            run_stages(load_settings(file, [f"{option}={folder}"]), Reporter(quiet=True))
+
+    with pytest.raises(UserError, match=rf"^{re.escape(option)}: .*{re.escape(str(folder))}"):
+        attempt()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "content", [None, "{", "[]", '{"tokens": [1, 2]}', '{"tokens": [2, 1], "steps_per_second": [1, 2]}']
+)
+def test_a_missing_or_broken_cost_table_is_refused_before_anything_runs(
+    content: str | None, toy_folder: Path, tmp_path: Path
+) -> None:
+    table = tmp_path / "costs.json"
+    if content is not None:
+        table.write_text(content)
+    asked = load_settings(config_file(tmp_path, toy_folder), [f"evaluate.cost.table={table}"])
+    with pytest.raises(UserError, match=rf"^evaluate\.cost\.table: .*{re.escape(str(table))}"):
+        run_stages(asked, Reporter(quiet=True))
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_same_target_may_lie_elsewhere(published: Path, toy_folder: Path, tmp_path: Path) -> None:
