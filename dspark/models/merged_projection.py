@@ -39,7 +39,7 @@ class MergedProjection(nn.Module):
 
     def forward(self, components: Tensor) -> Tensor:
         """[..., C] to [..., d]; F U is made once a call, which is cheaper than unprojecting every token."""
-        return F.linear(components, self.weight @ self.unprojection)
+        return F.linear(components, self.weight @ self.unprojection.to(self.weight.dtype))
 
     def on_hidden_states(self) -> Tensor:
         """F U P [d, W], in the weight's dtype."""
