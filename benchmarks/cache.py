@@ -32,7 +32,7 @@ from dspark.models.checkpoint import load_drafter
 from pipelines.data.chat import generated_sample
 from pipelines.settings import Settings, load_settings
 from pipelines.stages.capture import CaptureWorker, Conversation, teacher_row
-from pipelines.stages.pilot_candidates import FeatureJudge
+from pipelines.stages.pilot_candidates import FeatureComparison
 from pipelines.stages.regenerate import read_conversations
 from pipelines.target_spec import TargetSpec, resolve_target
 from pipelines.workers import open_target
@@ -180,7 +180,7 @@ def label(name: str, options: dict[str, Any]) -> str:
 
 def features(bench: Bench, names: Sequence[str] | None) -> list[dict[str, Any]]:
     """One record a codec of the captured layers."""
-    judge = judge_of(bench)
+    judge = comparison_of(bench)
     megabytes, found = 2 * bench.long_row.numel() / 1e6, []
     for name, options in chosen(FEATURES, names):
         codec = bench.fit_features(name, options)
@@ -204,11 +204,11 @@ def features(bench: Bench, names: Sequence[str] | None) -> list[dict[str, Any]]:
     return found
 
 
-def judge_of(bench: Bench) -> FeatureJudge:
+def comparison_of(bench: Bench) -> FeatureComparison:
     """The pilot reading coded features of the judged conversations."""
     worker = object.__new__(CaptureWorker)
     worker.settings, worker.target = bench.settings, bench.target
-    return FeatureJudge(worker, bench.conversations[1::2], bench.judged, {"pilot": bench.drafter})
+    return FeatureComparison(worker, bench.conversations[1::2], bench.judged, {"pilot": bench.drafter})
 
 
 def teachers(bench: Bench, names: Sequence[str] | None) -> list[dict[str, Any]]:
