@@ -151,7 +151,7 @@ class DrafterConfig:
         known = {one.name for one in fields(cls)}
         settings: dict[str, Any] = read_sizes(values, family) | {
             "num_target_layers": num_target_layers,
-            "target_layer_ids": default_layer_ids(num_target_layers) if target_layer_ids is None else target_layer_ids,
+            "target_layer_ids": target_layer_ids or drafter.default_layer_ids(num_target_layers),
         }
         settings |= {name: value for name, value in drafter.settings.items() if name in known}
         settings |= {**drafter.fixed, **overrides}
@@ -317,7 +317,7 @@ def _check(c: DrafterConfig) -> None:
     if c.rms_norm_eps <= 0 or not c.rope_parameters["rope_theta"] > 0:
         given = (c.rms_norm_eps, c.rope_parameters["rope_theta"])
         raise bad_setting("rms_norm_eps, rope_theta", given, "numbers above 0", "target.model")
-    check_layer_ids(c.target_layer_ids, c.num_target_layers)
+    drafter.check_layer_ids(c.target_layer_ids, c.num_target_layers)
     turned = c.rope_parameters.get("partial_rotary_factor") or 1.0
     if c.rope_parameters["rope_type"] == "default" and turned != 1.0:
         raise SettingError(

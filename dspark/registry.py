@@ -75,7 +75,7 @@ class Registry(Generic[Part]):
 algorithms: Registry[type[Drafter]] = Registry(
     "algorithm",
     option="drafter.algorithm",
-    modules=("dspark.models.dspark", "dspark.models.dflash", "dspark.models.eagle3"),
+    modules=tuple(f"dspark.models.{name}" for name in ("dspark", "dflash", "eagle3", "mtp")),
 )
 sequential_heads: Registry[type[SequentialHead]] = Registry(
     "sequential head", option="drafter.markov_head_type", modules=("dspark.models.heads",)

@@ -80,16 +80,17 @@ class TargetSpec:
 def resolve_target(settings: Settings) -> TargetSpec:
     """The spec; worked out once a process for equal settings."""
     drafter = settings.drafter
-    return _resolve(settings.target, drafter.target_layer_ids, drafter.mask_token_id)
+    return _resolve(settings.target, drafter.algorithm, drafter.target_layer_ids, drafter.mask_token_id)
 
 
 @lru_cache(maxsize=8)
-def _resolve(section: TargetSettings, layers: tuple[int, ...] | None, mask: int | None) -> TargetSpec:
+def _resolve(
+    section: TargetSettings, algorithm: str, layers: tuple[int, ...] | None, mask: int | None
+) -> TargetSpec:
     """Find the target (its package, a folder, or the hub at a pinned commit) and read its config and tokenizer."""
     from transformers import AutoConfig, GenerationConfig
 
     from dspark.decoding.target import (
-        default_layer_ids,
         default_mask_token_id,
         hash_tokenizer,
         hash_weights,
@@ -124,7 +125,7 @@ def _resolve(section: TargetSettings, layers: tuple[int, ...] | None, mask: int 
         revision=revision,
         text_config=json.loads(text_config.to_json_string(use_diff=False)),
         hashes={"weights_sha256": weights, **hash_tokenizer(tokenizer)},
-        target_layer_ids=default_layer_ids(text_config.num_hidden_layers) if layers is None else layers,
+        target_layer_ids=layers or algorithms[algorithm].default_layer_ids(text_config.num_hidden_layers),
         mask_token_id=default_mask_token_id(text_config, tokenizer) if mask is None else mask,
         stop_token_ids=tuple(sorted(stop_tokens(generation, text_config, tokenizer))),
     )

@@ -39,7 +39,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Captured:
     """What one forward pass of the target leaves behind."""
 
-    features: Tensor  # [B, S, m*d], outputs of the captured layers in id order
+    features: Tensor  # [B, S, m*d], outputs of the captured layers in id order, the last hidden state as the last
     last_hidden_state: Tensor  # [B, S, d], after the final norm
     logits: Tensor | None  # [B, S, V]
 
@@ -75,10 +75,10 @@ class Target:
         self.final_logit_softcapping = getattr(self.text_config, "final_logit_softcapping", None)
         ids = default_layer_ids(self.num_layers) if target_layer_ids is None else tuple(target_layer_ids)
         for layer in ids:
-            if not -1 <= layer < self.num_layers:
+            if not -1 <= layer <= self.num_layers:
                 raise SettingError(
                     f"target_layer_ids has {layer}; {self.name} has layers -1 (the embedding output) "
-                    f"to {self.num_layers - 1} (option `drafter.target_layer_ids`)"
+                    f"to {self.num_layers - 1}, and {self.num_layers} is its last hidden state (option `drafter.target_layer_ids`)"
                 )
         self.layer_ids: tuple[int, ...] = ids
         # Renamed in transformers 5.24; models from elsewhere keep the old name.
@@ -235,7 +235,8 @@ class Target:
             if layer == -1:
                 self.layers[0].register_forward_pre_hook(keep_embedding, with_kwargs=True)
             else:
-                self.layers[layer].register_forward_hook(keep(layer))
+                module = self.final_norm if layer == self.num_layers else self.layers[layer]
+                module.register_forward_hook(keep(layer))
 
     def _state_sha256(self) -> str:
         digest = hashlib.sha256()

@@ -210,8 +210,8 @@ def _plain(target: Any, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     states = output.hidden_states
     if states is None or len(states) != target.num_layers + 1 or any(state.dim() != 3 for state in states):
         raise TargetError(f"{target.name}: it gives no hidden state a token for each of its {target.num_layers} layers")
-    last = target.num_layers - 1  # whose output the model gives only after the norm
-    layers = [states[layer + 1] for layer in target.layer_ids if layer != last] or [states[0][..., :0]]
+    last = target.num_layers - 1  # whose output the model gives only after the norm, as that of one layer more
+    layers = [states[min(layer, last) + 1] for layer in target.layer_ids if layer != last] or [states[0][..., :0]]
     found = states[-1][0], torch.cat(layers, -1)[0], output.logits[0]
     if not all(bool(part.isfinite().all()) for part in found):
         raise TargetError(f"{target.name}: its own states are not finite in {target.dtype} (option `target.dtype`)")

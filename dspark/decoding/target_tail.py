@@ -34,7 +34,12 @@ class TargetTail:
 
     @torch.no_grad()
     def __call__(self, states: Tensor) -> Tensor:
-        """Outputs of the last captured layer of one sequence from its first token on, [S, d], to last states [S, d]."""
+        """Outputs of the last captured layer of one sequence from its first token on, [S, d], to last states [S, d].
+
+        Where the last hidden state is what was captured there is nothing to compute.
+        """
+        if not len(self._decoder.layers):
+            return states
         inputs = states.to(self._device, self._dtype)[None]
         return self._decoder(inputs_embeds=inputs, use_cache=False).last_hidden_state[0].to(states.device)
 

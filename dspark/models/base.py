@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dspark.config import DrafterConfig, SettingError, bad_setting
+from dspark.config import DrafterConfig, SettingError, bad_setting, check_layer_ids, default_layer_ids
 from dspark.families import family_of
 from dspark.losses.micro_batch import MicroBatch
 from dspark.models.backbone import Rotary, initialise
@@ -66,6 +66,7 @@ class Drafter(nn.Module, ABC):
     options: ClassVar[Mapping[str, Any]] = {}  # settings of its own (`drafter.options`), with their defaults
     block_layouts: ClassVar[tuple[str, ...]] = ("anchor-first",)
     needs_mask_token: ClassVar[bool] = True
+    reads_components: ClassVar[bool] = True  # of the hidden states, in their place: a projected cache serves it
     takes_context_residual: ClassVar[bool] = False  # whether `drafter.context_residual` may be set
     first_anchor: ClassVar[int] = 0  # the first position of a sequence at which a block may start
 
@@ -99,6 +100,16 @@ class Drafter(nn.Module, ABC):
         """The family of draft layers for a target's `model_type`."""
         family = family_of(model_type)
         return family if family in cls.families else cls.families[0]
+
+    @classmethod
+    def default_layer_ids(cls, num_target_layers: int) -> tuple[int, ...]:
+        """The layers of the target that it reads where the settings leave them open."""
+        return default_layer_ids(num_target_layers)
+
+    @classmethod
+    def check_layer_ids(cls, layer_ids: Collection[int], num_target_layers: int) -> None:
+        """Raises SettingError for layers that it cannot read."""
+        check_layer_ids(layer_ids, num_target_layers)
 
     @classmethod
     def check(cls, config: DrafterConfig) -> None:

@@ -47,11 +47,6 @@ class Eagle3Layer(nn.Module):
         """The attention's input [..., 2d]."""
         return torch.cat([self.input_layernorm(embedded), self.hidden_norm(state)], dim=-1)
 
-    def finish(self, state: Tensor, attended: Tensor) -> Tensor:
-        """Residuals and MLP after the heads' output [..., H, D]."""
-        state = state + self.self_attn.o_proj(attended.flatten(-2))
-        return state + self.mlp(self.post_attention_layernorm(state))
-
 
 @algorithms.register("eagle3")
 class Eagle3(Drafter):
@@ -68,14 +63,18 @@ class Eagle3(Drafter):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
-        self.layers = nn.ModuleList([Eagle3Layer(config)])
+        self.layers = nn.ModuleList([self.make_layer(config)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    @classmethod
+    def make_layer(cls, config: DrafterConfig) -> nn.Module:
+        return Eagle3Layer(config)
 
     @classmethod
     def check(cls, config: DrafterConfig) -> None:
         super().check(config)
         if config.num_draft_layers != 1:
-            raise bad_setting("num_draft_layers", config.num_draft_layers, "1 for eagle3")
+            raise bad_setting("num_draft_layers", config.num_draft_layers, f"1 for {config.algorithm}")
 
     @classmethod
     def layout(cls, config: DrafterConfig) -> dict[str, Any]:
@@ -123,10 +122,17 @@ class Eagle3(Drafter):
         }
 
     @property
-    def layer(self) -> Eagle3Layer:
-        layer = self.layers[0]
-        assert isinstance(layer, Eagle3Layer)
-        return layer
+    def layer(self) -> Any:
+        return self.layers[0]
+
+    def joined(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The attention's input and the residual that its output is added to, from a token and the state before it."""
+        return self.layer.joined(embedded, state), state
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output [..., d]: residuals and MLP after the heads' output [..., H, D]."""
+        state: Tensor = residual + self.layer.self_attn.o_proj(attended.flatten(-2))
+        return state + self.layer.mlp(self.layer.post_attention_layernorm(state))
 
     def block_states(self, batch: MicroBatch) -> Tensor:
         """Post-`norm` states [N, G, d] of unrolled steps; step i is for the token at anchor + i + 1.
@@ -136,12 +142,12 @@ class Eagle3(Drafter):
         """
         last = batch.block_anchor - 1  # t of each block
         if bool((batch.positions[batch.block_anchor] == 0).any()):
-            raise DsparkError("EAGLE-3 reads the state before the anchor: a sequence's first token cannot be an anchor")
-        layer, attention = self.layer, self.layer.self_attn
+            raise DsparkError(f"{self.title} reads the state before the anchor: a sequence's first token cannot be an anchor")
+        attention = self.layer.self_attn
         context = self.project_context(batch.hidden_states)
         # The last token's pair lies in the next sequence, or nowhere; no block sees it.
         pairs = self.embed_tokens(batch.input_ids.roll(-1))
-        joined = layer.joined(pairs, context)
+        joined, _ = self.joined(pairs, context)
         context_kv = attention.keys_values(joined, self.rotary(batch.positions, context.dtype))
         state, states = context[last], []
         keys: list[Tensor] = []
@@ -155,7 +161,7 @@ class Eagle3(Drafter):
                 values: Sequence[Tensor] = tuple(values),
             ) -> tuple[Tensor, Tensor, Tensor]:
                 rotation = self.rotary(batch.positions[last] + step, context.dtype)
-                joined = layer.joined(self.embed_tokens(batch.previous_ids[:, step]), state)
+                joined, residual = self.joined(self.embed_tokens(batch.previous_ids[:, step]), state)
                 key, value = attention.keys_values(joined, rotation)
                 blocks = BlockAttention(
                     sequence_starts=batch.sequence_starts,
@@ -169,7 +175,7 @@ class Eagle3(Drafter):
                 query = attention.queries(joined, rotation)[:, None]
                 own = torch.stack([*keys, key], dim=1), torch.stack([*values, value], dim=1)
                 attended = blocks.attend(query, context_kv, *own, attention.scale)
-                return layer.finish(state, attended[:, 0]), key, value
+                return self.finish(residual, attended[:, 0]), key, value
 
             recomputing = self.gradient_checkpointing and torch.is_grad_enabled()
             state, key, value = checkpoint(run, state, use_reentrant=False) if recomputing else run(state)
@@ -194,7 +200,7 @@ class Eagle3(Drafter):
         token_rows, positions = token_rows.to(cache.device), positions.to(cache.device)
         state = self.project_context(hidden_states.to(cache.device))
         rotation = self.rotary(positions, state.dtype)
-        joined = self.layer.joined(self.embed_tokens(next_ids.to(cache.device)), state)
+        joined, _ = self.joined(self.embed_tokens(next_ids.to(cache.device)), state)
         cache.write(0, token_rows, positions, *self.layer.self_attn.keys_values(joined, rotation))
         cache.keep_last_states(token_rows, state)
 
@@ -266,16 +272,17 @@ class Eagle3Block:
     @torch.no_grad()
     def feed(self, token_ids: Tensor) -> Tensor:
         """Take the token [B] of the latest position and go one step on; gives the new `state` [B, d]."""
-        layer, cache = self.drafter.layer, self.cache
-        rotation: Rotation = self.drafter.rotary(self.positions, self._state.dtype)
-        joined = layer.joined(self.drafter.embed_tokens(token_ids.to(cache.device)), self._state)
-        cache.write(0, self.rows, self.positions, *layer.self_attn.keys_values(joined, rotation))
+        drafter, cache = self.drafter, self.cache
+        attention = drafter.layer.self_attn
+        rotation: Rotation = drafter.rotary(self.positions, self._state.dtype)
+        joined, residual = drafter.joined(drafter.embed_tokens(token_ids.to(cache.device)), self._state)
+        cache.write(0, self.rows, self.positions, *attention.keys_values(joined, rotation))
         visible = None
         if not self.even:
             visible = torch.arange(self.longest, device=cache.device) <= self.positions[:, None]
-        query = layer.self_attn.queries(joined, rotation)[:, None]
-        attended = cache.attend(0, query, visible, self.longest, layer.self_attn.scale)[:, 0]
-        self._state = layer.finish(self._state, attended)
+        query = attention.queries(joined, rotation)[:, None]
+        attended = cache.attend(0, query, visible, self.longest, attention.scale)[:, 0]
+        self._state = drafter.finish(residual, attended)
         self.positions = self.positions + 1
         self.longest += 1
         return self.state

@@ -52,8 +52,13 @@ def merge_projection(drafter: Drafter, projection: Tensor, unprojection: Tensor)
     """Let the drafter read components; its weights stay.
 
     `projection` P [C, W]; `unprojection` U [W, C] gives back the hidden states as well as their components know them.
-    Raises SettingError when the projection is not one of this drafter's hidden states.
+    Raises SettingError when the projection is not one of this drafter's hidden states, or it reads no components.
     """
+    if not drafter.reads_components:
+        raise SettingError(
+            f"the cache keeps components, and {drafter.config.algorithm} reads whole states: set "
+            "cache.hidden_states_codec to int8 or transform and build the cache again"
+        )
     width = drafter.config.hidden_states_size
     if projection.shape[1] != width or tuple(unprojection.shape) != (width, len(projection)):
         layers, size = len(drafter.config.target_layer_ids), drafter.config.hidden_size

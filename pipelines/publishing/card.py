@@ -48,7 +48,9 @@ def model_card(
     drafter = algorithms[config.algorithm]
     kind = f"{'An' if drafter.title[0] in 'AEIO' else 'A'} {drafter.title}"
     commands = drafter.commands(config, speculators="speculators" in layouts, temperatures=bool(temperatures))
-    layers = ", ".join(map(str, config.target_layer_ids))
+    ids = ", ".join(map(str, config.target_layer_ids))
+    last = tuple(config.target_layer_ids) == (config.num_target_layers,)
+    read = "last hidden state" if last else f"outputs of the target's decoder layers {ids} (from 0)"
     lines += [
         f"{kind} drafter for speculative decoding with {code(contract.target_name)}. It drafts "
         f"{config.block_size} {'token' if config.block_size == 1 else 'tokens'} a round, which the target verifies in "
@@ -65,7 +67,7 @@ def model_card(
         "## Serving",
         "",
         *[f"- {note}" for note in notes],
-        f"- {drafter.describe(config)}; it reads the outputs of the target's decoder layers {layers} (from 0).",
+        f"- {drafter.describe(config)}; it reads the {read}.",
         *[f"- {engine}: {CONVERSION.get(engine, '')}`{arguments}`" for engine, arguments in commands.items()],
     ]
     if temperatures:

@@ -71,9 +71,12 @@ def ids_are_real(config: Mapping[str, Any], embedding: Tensor, *, engines: Seque
 
 
 def layers_are_servable(layer_ids: Sequence[int], layers: int, engines: Sequence[str]) -> list[int]:
-    """The captured ids that only the named engines take: -1, the embedding's output, and the last layer."""
+    """The captured ids that only the named engines take: -1, the embedding's output, and the last layer.
+
+    The last hidden state's, one above, is of drafters that no engine loads, as their notes say.
+    """
     odd = [layer for layer in layer_ids if layer in (-1, layers - 1)]
-    outside = [layer for layer in layer_ids if not -1 <= layer < layers]
+    outside = [layer for layer in layer_ids if not -1 <= layer <= layers]
     if outside or (odd and not engines):
         raise CheckFailed(
             f"target_layer_ids has {', '.join(map(str, outside or odd))}; engines take 0 to {layers - 2} for this "

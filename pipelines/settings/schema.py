@@ -213,7 +213,7 @@ class DrafterSettings(Section):
     num_draft_layers: Positive = DrafterConfig.num_draft_layers
     block_size: Annotated[int, Field(ge=1, le=MAX_BLOCK_SIZE)] = DrafterConfig.block_size  # draft tokens a round
     block_layout: Literal["anchor-first", "mask-first"] = DrafterConfig.block_layout
-    target_layer_ids: tuple[Annotated[int, Field(ge=-1)], ...] | None = None  # captured; null: the paper's spread
+    target_layer_ids: tuple[Annotated[int, Field(ge=-1)], ...] | None = None  # captured; null: the algorithm's own
     mask_token_id: Annotated[int, Field(ge=0)] | None = None
     markov_rank: Annotated[int, Field(ge=0)] = DrafterConfig.markov_rank  # 0: no sequential head
     markov_head_type: str = "vanilla"  # or gated, rnn
@@ -481,6 +481,19 @@ class Settings(Section):
     @model_validator(mode="after")
     def _loss_fits_the_drafter(self) -> Settings:
         require_fitting_loss(self.drafter, self.train.loss)
+        return self
+
+    @model_validator(mode="after")
+    def _cache_fits_the_drafter(self) -> Settings:
+        wanted = {self.drafter.algorithm, *self.pilot.algorithms}
+        whole = [name for name in algorithms if name in wanted and not algorithms[name].reads_components]
+        if whole and self.cache.needs_pilot:
+            part = "hidden_states" if self.cache.trains_pilot else "teacher"
+            raise ValueError(
+                f"cache.{part}_codec is {getattr(self.cache, f'{part}_codec')}, which begins with a pilot, and "
+                f"{whole[0]} has none: it reads whole states; set cache.hidden_states_codec=int8 (or transform) and a "
+                "teacher codec by name (int8, corrected, recomputed), and leave it out of pilot.algorithms"
+            )
         return self
 
     def to_dict(self) -> dict[str, Any]:

@@ -73,6 +73,7 @@ def a_drafter(target: Any, kind: str) -> Any:
         "mask-first": {"algorithm": "dflash", "block_layout": "mask-first"},
         "reduced": {"draft_vocab_size": 40},
         "eagle3": {"algorithm": "eagle3", "num_draft_layers": 1, "block_size": 7},
+        "mtp": {"algorithm": "mtp", "num_draft_layers": 1, "block_size": 3, "target_layer_ids": target.layer_ids},
     }
     config = config_for(target, **settings[kind])
     drafter: Any = algorithms[config.algorithm](config)

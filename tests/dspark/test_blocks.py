@@ -29,7 +29,9 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "one-slot": ("llama", {"block_size": 1}),
     "gemma4": ("gemma4", {}),
     "eagle3": ("llama", {"algorithm": "eagle3", "num_draft_layers": 1, "block_size": 4}),
+    "mtp": ("llama", {"algorithm": "mtp", "num_draft_layers": 1, "block_size": 4, "target_layer_ids": (6,)}),
 }
+UNROLLED = ("eagle3", "mtp")
 LENGTHS, ANCHORS = (19, 8, 15), ([3, 4, 9, 16], [1, 6], [2, 13])
 
 
@@ -45,20 +47,20 @@ def drafter_of(name: str) -> Any:
     return drafter.eval()
 
 
-def sample(index: int, length: int) -> StoredRow:
+def sample(index: int, length: int, width: int = 96) -> StoredRow:
     generator = torch.Generator().manual_seed(index)
     return StoredRow(
         sample_id=str(index),
         input_ids=torch.randint(0, 97, (length,), generator=generator),
         spans=((1, length),),
-        features=torch.randn(length, 96, generator=generator),
+        features=torch.randn(length, width, generator=generator),
         teacher_positions=torch.arange(length),
         teacher=Teacher(last_hidden_state=torch.randn(length, 32, generator=generator)),
     )
 
 
 def batch_of(drafter: Any, which: tuple[int, ...] = (0, 1, 2)) -> MicroBatch:
-    samples = [sample(index, LENGTHS[index]) for index in which]
+    samples = [sample(index, LENGTHS[index], drafter.config.hidden_states_size) for index in which]
     return make_micro_batch(samples, [torch.tensor(ANCHORS[index]).numpy() for index in which], drafter.block_size)
 
 
@@ -102,7 +104,7 @@ def test_no_sequence_reaches_another(name: str) -> None:
         close(alone, states[own])
 
 
-@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "eagle3"])
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if name not in UNROLLED])
 @torch.no_grad()
 def test_true_tokens_after_the_anchor_reach_no_block_state(name: str) -> None:
     drafter = drafter_of(name)
@@ -147,16 +149,18 @@ def test_drafting_gives_the_states_of_training(name: str) -> None:
         rows = [row for row in range(3) if step < len(ANCHORS[row])]
         anchors = [ANCHORS[row][step] for row in rows]
         for row, anchor in zip(rows, anchors, strict=True):
-            one, begin = sample(row, LENGTHS[row]), int(cache.lengths[row])
+            one, begin = sample(row, LENGTHS[row], drafter.config.hidden_states_size), int(cache.lengths[row])
             new, next_ids = one.features[None, begin:anchor], one.input_ids[None, begin + 1 : anchor + 1]
             extend_context(drafter, cache, new, [anchor - begin], [row], next_ids=next_ids)
         if rows != list(range(len(rows))):
             for to, row in enumerate(rows):
                 cache.move_row(row, to)
-        ids = torch.stack([sample(row, LENGTHS[row]).input_ids[at] for row, at in zip(rows, anchors, strict=True)])
+        width = drafter.config.hidden_states_size
+        texts = [sample(row, LENGTHS[row], width).input_ids for row in rows]
+        ids = torch.stack([text[at] for text, at in zip(texts, anchors, strict=True)])
         previous = torch.stack([batch_of(drafter, (row,)).previous_ids[step] for row in rows])
         with torch.inference_mode():
-            if name == "eagle3":
+            if name in UNROLLED:
                 block = drafter.begin_block(ids, torch.tensor(anchors), cache)
                 steps = [block.state]
                 steps += [block.feed(previous[:, slot]) for slot in range(1, drafter.block_size)]
