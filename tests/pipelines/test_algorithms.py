@@ -58,6 +58,31 @@ def started(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     os.chdir(before)
 
 
+MTP = ["drafter.algorithm=mtp", "drafter.target_layer_ids=null", "drafter.block_size=2"]
+
+
+def test_mtp_trains_from_a_cache_of_last_hidden_states(started: tuple[Path, Path], tmp_path: Path) -> None:
+    """Refused with a pilot's cache and in the speculators layout; everything else as any other drafter."""
+    config, start = started
+    directory = tmp_path / "run"
+    shutil.copytree(start, directory, ignore=lambda _folder, names: {"cache", "cache.json"} & set(names))
+    with pytest.raises(UserError, match=r"codec is \w+, which begins with a pilot, and mtp has none: .*cache.hidden_states_codec=int8"):
+        settings_for(config, directory, *MTP, "cache.hidden_states_codec=projected")
+    words = [*MTP, "cache.hidden_states_codec=int8", "cache.teacher_codec=recomputed", "publish.layouts=[]"]
+    states = {one.stage: one.state for one in run_stages(settings_for(config, directory, *words), Reporter())}
+    assert states.pop("regenerate") == "skipped"
+    assert set(states.values()) == {"done"}
+    report = json.loads((directory / "report" / "report.json").read_text())
+    assert report["equality"]["equal"] == report["equality"]["compared"] > 0
+    published = directory / "published"
+    assert damaged_files(published) == []
+    drafter = load_drafter(published)
+    assert (drafter.config.algorithm, drafter.block_size) == ("mtp", 2)
+    assert "target's last hidden state" in (published / "README.md").read_text()
+    with pytest.raises(ValueError, match="mtp has no form in speculators"):
+        run_stages(settings_for(config, directory, *words[:-1], "publish.layouts=[speculators]"), Reporter())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_trains_decodes_and_publishes(kind: str, started: tuple[Path, Path], tmp_path: Path) -> None:
     words, tokens, architecture = KINDS[kind]
