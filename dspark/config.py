@@ -151,7 +151,9 @@ class DrafterConfig:
         known = {one.name for one in fields(cls)}
         settings: dict[str, Any] = read_sizes(values, family) | {
             "num_target_layers": num_target_layers,
-            "target_layer_ids": target_layer_ids or drafter.default_layer_ids(num_target_layers),
+            "target_layer_ids": (
+                drafter.default_layer_ids(num_target_layers) if target_layer_ids is None else target_layer_ids
+            ),
         }
         settings |= {name: value for name, value in drafter.settings.items() if name in known}
         settings |= {**drafter.fixed, **overrides}

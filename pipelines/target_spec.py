@@ -125,7 +125,9 @@ def _resolve(
         revision=revision,
         text_config=json.loads(text_config.to_json_string(use_diff=False)),
         hashes={"weights_sha256": weights, **hash_tokenizer(tokenizer)},
-        target_layer_ids=layers or algorithms[algorithm].default_layer_ids(text_config.num_hidden_layers),
+        target_layer_ids=(
+            algorithms[algorithm].default_layer_ids(text_config.num_hidden_layers) if layers is None else layers
+        ),
         mask_token_id=default_mask_token_id(text_config, tokenizer) if mask is None else mask,
         stop_token_ids=tuple(sorted(stop_tokens(generation, text_config, tokenizer))),
     )

@@ -99,8 +99,8 @@ def test_paper_layers() -> None:
 
 
 def test_bad_layer_is_named() -> None:
-    with pytest.raises(SettingError, match=r"target_layer_ids has 5.*-1.*4"):
-        tiny_llama(layer_ids=(5,))
+    with pytest.raises(SettingError, match=r"target_layer_ids has 6.*-1.*4, and 5 is its last hidden state"):
+        tiny_llama(layer_ids=(6,))
 
 
 def test_missing_target_is_named() -> None:
