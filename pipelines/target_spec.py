@@ -84,9 +84,7 @@ def resolve_target(settings: Settings) -> TargetSpec:
 
 
 @lru_cache(maxsize=8)
-def _resolve(
-    section: TargetSettings, algorithm: str, layers: tuple[int, ...] | None, mask: int | None
-) -> TargetSpec:
+def _resolve(section: TargetSettings, algorithm: str, layers: tuple[int, ...] | None, mask: int | None) -> TargetSpec:
     """Find the target (its package, a folder, or the hub at a pinned commit) and read its config and tokenizer."""
     from transformers import AutoConfig, GenerationConfig
 

@@ -142,7 +142,9 @@ class Eagle3(Drafter):
         """
         last = batch.block_anchor - 1  # t of each block
         if bool((batch.positions[batch.block_anchor] == 0).any()):
-            raise DsparkError(f"{self.title} reads the state before the anchor: a sequence's first token cannot be an anchor")
+            raise DsparkError(
+                f"{self.title} reads the state before the anchor: a sequence's first token cannot be an anchor"
+            )
         attention = self.layer.self_attn
         context = self.project_context(batch.hidden_states)
         # The last token's pair lies in the next sequence, or nowhere; no block sees it.

@@ -181,7 +181,9 @@ def test_greedy_text_is_the_targets_own() -> None:
     requests = [Request(request_id=str(n), prompt_ids=[3 + n, 5, 7], max_new_tokens=20) for n in range(4)]
     plain = {one.request_id: one.output_ids for one in Decoder(target, None).generate(requests)}
     for rows in (1, 3):
-        done = {one.request_id: one for one in Decoder(target, a_drafter(target, "mtp"), max_rows=rows).generate(requests)}
+        done = {
+            one.request_id: one for one in Decoder(target, a_drafter(target, "mtp"), max_rows=rows).generate(requests)
+        }
         assert {name: one.output_ids for name, one in done.items()} == plain
         assert any(one.rounds for one in done.values())
 

@@ -66,7 +66,9 @@ def test_mtp_trains_from_a_cache_of_last_hidden_states(started: tuple[Path, Path
     config, start = started
     directory = tmp_path / "run"
     shutil.copytree(start, directory, ignore=lambda _folder, names: {"cache", "cache.json"} & set(names))
-    with pytest.raises(UserError, match=r"codec is \w+, which begins with a pilot, and mtp has none: .*cache.hidden_states_codec=int8"):
+    with pytest.raises(
+        UserError, match=r"codec is \w+, which begins with a pilot, and mtp has none: .*cache.hidden_states_codec=int8"
+    ):
         settings_for(config, directory, *MTP, "cache.hidden_states_codec=projected")
     words = [*MTP, "cache.hidden_states_codec=int8", "cache.teacher_codec=recomputed", "publish.layouts=[]"]
     states = {one.stage: one.state for one in run_stages(settings_for(config, directory, *words), Reporter())}
