@@ -78,7 +78,8 @@ class Target:
             if not -1 <= layer <= self.num_layers:
                 raise SettingError(
                     f"target_layer_ids has {layer}; {self.name} has layers -1 (the embedding output) "
-                    f"to {self.num_layers - 1}, and {self.num_layers} is its last hidden state (option `drafter.target_layer_ids`)"
+                    f"to {self.num_layers - 1}, and {self.num_layers} is its last hidden state "
+                    "(option `drafter.target_layer_ids`)"
                 )
         self.layer_ids: tuple[int, ...] = ids
         # Renamed in transformers 5.24; models from elsewhere keep the old name.

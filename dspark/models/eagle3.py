@@ -109,7 +109,7 @@ class Eagle3(Drafter):
         return vllm_command("eagle3", "…/speculators", config.block_size) if speculators else {}
 
     @classmethod
-    def speculators_layout(cls, config: DrafterConfig, layer_ids: list[int]) -> dict[str, Any]:
+    def speculators_layout(cls, config: DrafterConfig, layer_ids: list[int]) -> dict[str, Any] | None:
         return {
             "speculators_model_type": "eagle3",
             "architectures": ["Eagle3Speculator"],
