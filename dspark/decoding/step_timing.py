@@ -6,8 +6,8 @@ Reading and using the tables needs no torch: `dspark.decoding.step_costs`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ from dspark.decoding.proposers import Committed, Proposer
 from dspark.decoding.sampling import SamplingConfig, verify
 from dspark.decoding.step_costs import CostTable, SchedulingError, StepCosts
 
+Size = TypeVar("Size", bound=Hashable)
 DEFAULT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 
 
@@ -55,7 +56,24 @@ def measure_step_costs(
     return StepCosts(table, tuple(drafts), tuple(drafts.values()), conditions)
 
 
-def _best(sizes: Sequence[int], repeats: int, work: Callable[[int], None]) -> dict[int, float]:
+def measure_rounds(
+    target: Any, proposers: Mapping[str, Proposer], rows: Sequence[int], *, context: int = 256, repeats: int = 3
+) -> dict[str, dict[int, float]]:
+    """Seconds of a greedy round's parts by batch size, the best of `repeats`: a draft of each proposer, and `verify`.
+
+    The target verifies whole blocks: rows x (slots + 1) tokens, with `context` tokens before them. All parts are
+    measured in turns, so that two proposers differ by what they do and not by when they did it.
+    """
+    width = 1 + max(proposer.block_size for proposer in proposers.values())
+    passes = _Passes(target, max(rows), width, context, SamplingConfig())
+    work = {name: passes.drafts_of(proposer) for name, proposer in proposers.items()}
+    work["verify"] = lambda count: passes.verify(count * width)
+    turns = [(name, count) for count in sorted(set(rows)) for name in work]
+    best = _best(turns, repeats, lambda turn: work[turn[0]](turn[1]))
+    return {name: {count: best[name, count] for count in sorted(set(rows))} for name in work}
+
+
+def _best(sizes: Sequence[Size], repeats: int, work: Callable[[Size], None]) -> dict[Size, float]:
     best = dict.fromkeys(sizes, float("inf"))
     # The first turn warms up kernels and storage and is not counted.
     for turn in range(repeats + 1):

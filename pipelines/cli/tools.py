@@ -30,7 +30,7 @@ class Commands(TyperGroup):
 
 def add_commands(app: typer.Typer) -> None:
     """Register this module's commands on the main command."""
-    for command in (plan, report, decode, settings, doctor):
+    for command in (plan, report, decode, compare, settings, doctor):
         app.command()(command)
 
 
@@ -119,6 +119,55 @@ def decode(
         screen.print(key)
     else:
         print(json.dumps(answer.to_dict(), indent=2) if as_json else answer.marked_text())
+
+
+def compare(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN|FOLDER|NAME=FOLDER... [KEY=VALUE]...",
+            help="Run directories and drafters' folders of one target; settings that replace the file's.",
+        ),
+    ],
+    config: Annotated[
+        str, typer.Option("--config", help="Settings that name target and prompts; the first run's by default.")
+    ] = "",
+    baseline: Annotated[
+        str, typer.Option("--baseline", help="The drafter that others are held against; the first by default.")
+    ] = "",
+    output: Annotated[str, typer.Option("--output", help="Where rounds are kept and the page goes.")] = "runs/compare",
+    temperatures: Annotated[str, typer.Option("--temperatures", help="For example 0,1.")] = "",
+    seeds: Annotated[str, typer.Option("--seeds", help="Of sampling, above temperature 0: for example 0,1.")] = "",
+    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1)] = None,
+    prompts: Annotated[
+        int | None, typer.Option("--prompts", min=1, help="So many of the evaluation prompts, evenly spaced.")
+    ] = None,
+    costs: Annotated[bool, typer.Option("--costs/--no-costs", help="Measure what a round costs by batch size.")] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Decode the same prompts with several drafters of one target, and say which is ahead, with intervals."""
+    from pipelines import compare as comparing
+    from pipelines.errors import for_the_user
+    from pipelines.reporting.comparison import comparison_text
+
+    places, overrides = comparing.split_words(words)
+    given = {"temperatures": temperatures and f"[{temperatures}]", "seeds": seeds and f"[{seeds}]"}
+    given["max_new_tokens"] = "" if max_new_tokens is None else str(max_new_tokens)
+    overrides += [f"evaluate.{name}={value}" for name, value in given.items() if value]
+    with for_the_user(output):
+        contenders = comparing.find_contenders(places)
+        resolved = comparing.comparison_settings(contenders, config or None, overrides, output)
+        found = comparing.compare(
+            contenders,
+            resolved,
+            Reporter(quiet=as_json),
+            baseline=baseline or None,
+            prompts=prompts,
+            costs=costs,
+        )
+    print(json.dumps(found, indent=2) if as_json else f"{comparison_text(found)}\n\nPage: {output}/compare.html")
+    if found["errors"]:
+        raise typer.Exit(1)
 
 
 def settings(config: ConfigArgument, overrides: OverridesArgument = None, as_json: JsonOption = False) -> None:

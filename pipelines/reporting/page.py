@@ -42,13 +42,13 @@ def render_page(report: Mapping[str, Any]) -> str:
     names = ("policies", "users", "threshold", "replayed", "rounds", "costs")
     data = {name: serving[name] for name in names} | {"names": POLICY_NAMES} if serving else None
     return (
-        _environment()
+        environment()
         .get_template("page.html")
         .render(
             report=report,
             sections=SECTIONS,
-            style=_file("page.css"),
-            script=_file("page.js"),
+            style=packaged_text("page.css"),
+            script=packaged_text("page.js"),
             thresholds=_script_data([row["thresholds"] for row in report["confidence"]]),
             serving_data=_script_data(data),
         )
@@ -56,7 +56,7 @@ def render_page(report: Mapping[str, Any]) -> str:
 
 
 @cache
-def _environment() -> jinja2.Environment:
+def environment() -> jinja2.Environment:
     found = jinja2.Environment(
         loader=jinja2.PackageLoader("pipelines.reporting"),
         autoescape=True,
@@ -99,7 +99,7 @@ def _environment() -> jinja2.Environment:
 
 
 @cache
-def _file(name: str) -> Markup:
+def packaged_text(name: str) -> Markup:
     return Markup((files("pipelines.reporting") / "templates" / name).read_text(encoding="utf-8"))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
@@ -16,7 +16,7 @@ from pipelines.reporting.charts import (
     percent,
     stacked_bar,
 )
-from pipelines.reporting.looks import FEW, POLICY_NAMES, domain_look, look_of, name_of, policy_look
+from pipelines.reporting.looks import FEW, POLICY_NAMES, Look, domain_look, look_of, name_of, policy_look
 
 Record = Mapping[str, Any]
 Records = Sequence[Record]
@@ -32,7 +32,9 @@ CURVES = (
 )
 
 
-def lengths_by_domain(rows: Records, temperature: float, domains: Sequence[str]) -> Markup:
+def lengths_by_domain(
+    rows: Records, temperature: float, domains: Sequence[str], look_of: Callable[[str], Look] = look_of
+) -> Markup:
     here = [row for row in rows if row["temperature"] == temperature and row["drafter"] != "plain"]
 
     def point(row: Record) -> IntervalPoint:
@@ -61,7 +63,9 @@ def speeds(rows: Records, temperature: float) -> Markup:
     return bar_chart(bars, title=f"Tokens a second, temperature {temperature:g}")
 
 
-def slots(rows: Records, temperature: float, kind: str, count: int, title: str) -> Markup:
+def slots(
+    rows: Records, temperature: float, kind: str, count: int, title: str, look_of: Callable[[str], Look] = look_of
+) -> Markup:
     """Acceptance by slot over all domains, a line a drafter."""
     own = [row for row in rows if row["temperature"] == temperature and row["domain"] == "all"]
     lines = [_slot_line(row, kind, name_of(row["drafter"]), look_of(row["drafter"])) for row in own]

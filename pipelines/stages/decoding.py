@@ -101,10 +101,11 @@ class DecodePlan:
     spec: TargetSpec
     folder: str
     circumstances: dict[str, Any]
-    drafter: str | None  # the run's own, in its folder
+    drafter: str | None  # the run's own; None where only the others decode
     max_new_tokens: int
     batch_size: int
     baselines: dict[str, str] = field(default_factory=dict)  # name: folder
+    named_by: str = "evaluate.baselines."  # what a message puts before a baseline's name
     calibration: dict[str, Any] | None = None  # the record that `calibrate` left
     costs: dict[float, dict[str, Any]] = field(default_factory=dict)  # step costs by decoding temperature
 
@@ -214,7 +215,7 @@ def open_drafters(plan: DecodePlan, target: Target) -> dict[str, tuple[Target, A
             proposer_for(drafter, seen)
             require_target(folder, drafter.config, plan.spec, plan.settings)
         except (ProposerError, ValueError, OSError) as error:
-            raise UserError(f"evaluate.baselines.{name}: {folder} cannot draft for this target: {error}") from error
+            raise UserError(f"{plan.named_by}{name}: {folder} cannot draft for this target: {error}") from error
         found[name] = (seen, drafter)
     return found
 
