@@ -157,7 +157,7 @@ def paired_gain(
     """How much longer one drafter's accepted length is than another's on the same prompts: 0.1 is 10% longer.
 
     Args:
-        ours, theirs: an array a domain, [P, 2]: tokens committed and rounds of each prompt, its seeds and turns together.
+        ours, theirs: an array a domain, [P, 2]: tokens and rounds of each prompt, its seeds and turns together.
             Row p of both is the same prompt.
 
     A resample draws prompts within each domain, the same ones for both; the mean over domains weighs each alike. There

@@ -70,9 +70,9 @@ def errors(equality: Mapping[str, Mapping[str, Any]]) -> list[str]:
         wrong = [entry for entry in record["differing"] if not entry["tie"]]
         if wrong:
             first = f"{wrong[0]['request_id']}, token {wrong[0]['first_difference'] + 1}"
+            texts = f"{len(wrong)} of {record['compared']} texts at temperature 0"
             found.append(
-                f"{name}: {len(wrong)} of {record['compared']} texts at temperature 0 differ from plain greedy decoding "
-                f"(first: {first}); its figures cannot be trusted"
+                f"{name}: {texts} differ from plain greedy decoding (first: {first}); its figures cannot be trusted"
             )
     return found
 
