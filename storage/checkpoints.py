@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field, with_config
@@ -58,19 +58,12 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What was saved: tensors, JSON state, and torch objects (optimizer state and the like) by name."""
+    """What was saved: tensors and JSON state by name."""
 
     path: Path
     step: int
     tensors: dict[str, torch.Tensor]
     state: dict[str, Any]
-    objects: dict[str, Any]
-
-
-def checkpoint_name(step: int) -> str:
-    if step < 0:
-        raise StorageError(f"step = {step}: a checkpoint's step is 0 or more")
-    return f"step-{step:08d}"
 
 
 def save_checkpoint(
@@ -79,82 +72,53 @@ def save_checkpoint(
     tensors: Mapping[str, torch.Tensor],
     state: Mapping[str, Any],
     *,
-    objects: Mapping[str, Any] | None = None,
     metric: float | None = None,
-    better: Literal["higher", "lower"] = "higher",
     keep_last: int = 3,
-    keep_best: int = 1,
 ) -> Path:
-    """Write one checkpoint and remove superseded ones; returns its folder.
+    """Write one checkpoint, and remove all but the newest `keep_last` and the best; returns its folder.
 
-    `state` must be JSON. `objects` are torch-saved as `<name>.pt` and must hold tensors and plain containers only
-    (they are loaded with weights_only=True).
+    `state` must be JSON. `metric`: a score, the higher the better; None leaves the checkpoint out of the ranking. A
+    complete checkpoint of the same step is replaced.
     """
+    if metric is not None and not math.isfinite(metric):
+        raise StorageError(
+            f"metric = {metric} of checkpoint {step} is not finite; pass None to leave it out of the ranking"
+        )
     root = Path(root)
     root.mkdir(parents=True, exist_ok=True)
-    folder = root / temporary_name(checkpoint_name(step))
+    final = root / f"step-{step:08d}"
+    folder = root / temporary_name(final.name)
     try:
-        with full_disk_named(str(root / checkpoint_name(step))):
+        with full_disk_named(str(final)):
             folder.mkdir()
             shared = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
             save_file(shared, folder / TENSORS)
             (folder / STATE).write_text(json.dumps(dict(state), sort_keys=True, indent=1, allow_nan=False))
             (folder / TENSORS).chmod((folder / STATE).stat().st_mode)  # safetensors leaves it to its owner alone
-            for name, value in (objects or {}).items():
-                torch.save(value, folder / f"{name}.pt")
-            return adopt_folder(
-                root, step, folder, metric=metric, better=better, keep_last=keep_last, keep_best=keep_best
-            )
+            files = {}
+            for name in (STATE, TENSORS):
+                sync_folder(folder / name)
+                files[name] = {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)}
+            sync_folder(folder)
+            if final.exists():
+                _discard(final)
+            os.rename(folder, final)
+            sync_folder(root)
+            Folder(final).write(COMPLETE, seal({"step": step, "metric": metric, "files": files}))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def shared_folder(root: str | PathLike[str], step: int) -> Path:
-    """A folder for several processes to write one checkpoint into, before one of them calls `adopt_folder`."""
-    return Path(root) / f".{checkpoint_name(step)}.shared{TEMPORARY_SUFFIX}"
-
-
-def adopt_folder(
-    root: str | PathLike[str],
-    step: int,
-    folder: str | PathLike[str],
-    *,
-    metric: float | None = None,
-    better: Literal["higher", "lower"] = "higher",
-    keep_last: int = 3,
-    keep_best: int = 1,
-) -> Path:
-    """Make a folder that somebody else filled (DeepSpeed, say) the complete checkpoint of that step; moves it.
-
-    Call it on one rank, after every rank has finished writing. A complete checkpoint of the same step is replaced.
-    """
-    root, folder = Path(root), Path(folder)
-    if metric is not None and not math.isfinite(metric):
-        raise StorageError(
-            f"metric = {metric} of checkpoint {step} is not finite; pass None to leave it out of the ranking"
-        )
-    files = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != COMPLETE):
-        with open(path, "rb+") as file:
-            os.fsync(file.fileno())
-            files[path.relative_to(folder).as_posix()] = {
-                "bytes": path.stat().st_size,
-                "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
-            }
-    if not files:
-        raise MissingFile(f"{folder} holds no files; nothing to make a checkpoint of")
-    for inner in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
-        sync_folder(inner)
-    final = root / checkpoint_name(step)
-    if final.resolve() != folder.resolve():
-        if final.exists():
-            _discard(final)
-        os.rename(folder, final)
-        sync_folder(root)
-    Folder(final).write(COMPLETE, seal({"step": step, "metric": metric, "better": better, "files": files}))
-    prune(root, keep_last=keep_last, keep_best=keep_best, better=better)
+    infos = complete_checkpoints(root)
+    kept = {info.path for info in infos[-keep_last:]} | {best_checkpoint(root)}
+    for info in infos:
+        if info.path not in kept:
+            _discard(info.path)
     return final
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def complete_checkpoints(root: str | PathLike[str]) -> list[CheckpointInfo]:
@@ -188,24 +152,15 @@ def _complete_record(path: Path) -> dict[str, Any] | None:
     return record if all(sizes[name] == entry["bytes"] for name, entry in record["files"].items()) else None
 
 
-def newest_checkpoint(root: str | PathLike[str], *, check_hashes: bool = True) -> Path | None:
-    """The complete checkpoint with the highest step, or None. With `check_hashes` a damaged one is passed over."""
-    for info in reversed(complete_checkpoints(root)):
-        if not check_hashes or not damaged_files(info.path):
-            return info.path
-    return None
+def newest_checkpoint(root: str | PathLike[str]) -> Path | None:
+    """The complete checkpoint with the highest step, or None. A damaged one is passed over."""
+    return next((info.path for info in reversed(complete_checkpoints(root)) if not damaged_files(info.path)), None)
 
 
-def best_checkpoint(root: str | PathLike[str], *, better: Literal["higher", "lower"] = "higher") -> Path | None:
-    """The complete checkpoint with the best metric (the later one of equals), or None if none has a metric."""
-    ranked = _ranked(complete_checkpoints(root), better)
-    return ranked[0].path if ranked else None
-
-
-def _ranked(infos: list[CheckpointInfo], better: str) -> list[CheckpointInfo]:
-    scored = [info for info in infos if info.metric is not None]
-    sign = -1.0 if better == "higher" else 1.0
-    return sorted(scored, key=lambda info: (sign * (info.metric or 0.0), -info.step))
+def best_checkpoint(root: str | PathLike[str]) -> Path | None:
+    """The complete checkpoint with the highest metric (the later one of equals), or None if none has a metric."""
+    scored = [info for info in complete_checkpoints(root) if info.metric is not None]
+    return max(scored, key=lambda info: (info.metric, info.step)).path if scored else None
 
 
 def damaged_files(path: str | PathLike[str]) -> list[str]:
@@ -218,17 +173,14 @@ def damaged_files(path: str | PathLike[str]) -> list[str]:
     damaged = []
     for name, entry in record["files"].items():
         try:
-            with open(path / name, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                    damaged.append(name)
+            if _sha256(path / name) != entry["sha256"]:
+                damaged.append(name)
         except FileNotFoundError:
             damaged.append(name)
     return damaged
 
 
-def load_checkpoint(
-    path: str | PathLike[str], *, device: str = "cpu", objects: bool = True, check_hashes: bool = True
-) -> Checkpoint:
+def load_checkpoint(path: str | PathLike[str], *, check_hashes: bool = True) -> Checkpoint:
     """Read a checkpoint that `save_checkpoint` wrote. CheckpointCorrupt names damaged files."""
     path = Path(path)
     if not path.is_dir():
@@ -238,50 +190,15 @@ def load_checkpoint(
         raise CheckpointCorrupt(
             f"{path}: {', '.join(damaged)} missing or damaged; remove this folder to use the checkpoint before it"
         )
-    record, stored = _record(path), {}
     try:
-        for name in sorted(record["files"]) if objects else ():  # what is not recorded was not written by us
-            if name.endswith(".pt") and "/" not in name:
-                stored[Path(name).stem] = _load_tensors(path / name, device)
         return Checkpoint(
             path=path,
-            step=record["step"],
-            tensors=load_file(path / TENSORS, device=device),
+            step=_record(path)["step"],
+            tensors=load_file(path / TENSORS),
             state=parse_json((path / STATE).read_bytes(), str(path / STATE)),
-            objects=stored,
         )
     except (OSError, SafetensorError) as error:
         raise CheckpointCorrupt(f"{path} cannot be read ({error}); remove it to use the one before it") from error
-
-
-def _load_tensors(file: Path, device: str) -> Any:
-    """Tensors and plain values of a `.pt` file. Raises CheckpointCorrupt for anything else."""
-    try:
-        return torch.load(file, map_location=device, weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # damaged bytes make torch's unpickler fail in any way, with an IndexError too
-        raise CheckpointCorrupt(
-            f"{file} cannot be read ({type(error).__name__}: {error}); remove its checkpoint to use the one before"
-        ) from error
-
-
-def prune(
-    root: str | PathLike[str],
-    *,
-    keep_last: int = 3,
-    keep_best: int = 1,
-    better: Literal["higher", "lower"] = "higher",
-) -> list[Path]:
-    """Remove all but the newest `keep_last` and the best `keep_best` complete checkpoints; returns what was removed."""
-    if keep_last < 1:
-        raise StorageError(f"keep_last = {keep_last}: at least the newest checkpoint is kept")
-    infos = complete_checkpoints(root)
-    kept = {info.path for info in infos[-keep_last:]} | {info.path for info in _ranked(infos, better)[:keep_best]}
-    removed = [info.path for info in infos if info.path not in kept]
-    for path in removed:
-        _discard(path)
-    return removed
 
 
 def remove_leftovers(root: str | PathLike[str]) -> list[Path]:

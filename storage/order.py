@@ -7,13 +7,10 @@ with splitmix64, and the epoch's order is the samples sorted by key: the order c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 
 from storage.errors import StorageError
-
-Last = Literal["keep", "drop"]
 
 
 def splitmix64(values: np.ndarray) -> np.ndarray:
@@ -52,61 +49,30 @@ def global_batches(
     *,
     seed: int,
     epoch: int,
-    last: Last = "keep",
     rows_per_shard: Sequence[int] | None = None,
     window: int | None = None,
 ) -> list[np.ndarray]:
     """The epoch's global batches in order, each an int64 array of sample indices.
 
-    `last="keep"` leaves the last batch short (every sample once an epoch), `"drop"` leaves those samples out.
+    The last one may be short: every sample comes once an epoch.
     With `window` (and `rows_per_shard`) the shuffle is windowed, for remote caches.
     """
     if num_samples < 1 or batch_size < 1:
         raise StorageError(f"{num_samples} samples in batches of {batch_size}: both must be at least 1")
-    if last == "drop" and num_samples < batch_size:
-        raise StorageError(
-            f"a global batch of {batch_size} samples cannot be filled from {num_samples}: "
-            'lower the batch size or keep the short last batch (last="keep")'
-        )
     if window is None:
         order = shuffled(num_samples, seed=seed, epoch=epoch)
     else:
         if rows_per_shard is None or sum(rows_per_shard) != num_samples:
             raise StorageError("a windowed shuffle needs rows_per_shard that add up to num_samples")
         order = windowed(rows_per_shard, window, seed=seed, epoch=epoch)
-    batches = [order[start : start + batch_size] for start in range(0, num_samples, batch_size)]
-    if last == "drop" and len(batches[-1]) < batch_size:
-        batches.pop()
-    return batches
+    return [order[start : start + batch_size] for start in range(0, num_samples, batch_size)]
 
 
-def steps_per_epoch(num_samples: int, batch_size: int, *, last: Last = "keep") -> int:
+def steps_per_epoch(num_samples: int, batch_size: int) -> int:
     """Number of global batches in an epoch."""
-    return num_samples // batch_size if last == "drop" else -(-num_samples // batch_size)
+    return -(-num_samples // batch_size)
 
 
 def position(step: int, steps_in_epoch: int) -> tuple[int, int]:
     """(epoch, batch within it) of a 0-based global step: all that a resumed run needs."""
     return divmod(step, steps_in_epoch)
-
-
-def deal(batch: np.ndarray, lengths: Sequence[int] | np.ndarray, ranks: int) -> list[np.ndarray]:
-    """Split one global batch among ranks so that token counts come out even.
-
-    `lengths[i]` is the work of sample i (indexed by sample, not by place in the batch). Longest first, each to the
-    rank with the least work so far; sample counts differ by at most one. Ties go to the lower index: deterministic.
-    A rank may get nothing from a short batch and must still take the step.
-    """
-    batch = np.asarray(batch, np.int64)
-    work = np.asarray(lengths)[batch].astype(np.int64)
-    most = -(-len(batch) // ranks)
-    full_ranks = len(batch) - (most - 1) * ranks  # so many ranks may hold `most` samples, the others one fewer
-    hands: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for place in np.lexsort((batch, -work)):
-        filled = sum(len(hand) == most for hand in hands)
-        limit = most if filled < full_ranks else most - 1
-        rank = min((r for r in range(ranks) if len(hands[r]) < limit), key=lambda r: (loads[r], len(hands[r]), r))
-        hands[rank].append(int(batch[place]))
-        loads[rank] += int(work[place])
-    return [np.array(hand, np.int64) for hand in hands]

@@ -88,11 +88,6 @@ class ReadAhead(Generic[Item, Result]):
         self._held = 0
         self._workers = [_Worker(self._setup) for _ in range(workers)]
 
-    @property
-    def bytes_ahead(self) -> int:
-        """What the items handed out and not yet taken cost."""
-        return self._held
-
     def __iter__(self) -> Iterator[Result]:
         return self
 

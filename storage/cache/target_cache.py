@@ -5,7 +5,6 @@ N rows (sequences), S tokens of a row, P teacher positions of a row.
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -331,8 +330,3 @@ class TargetCache:
     def verify(self, *, workers: int = 1) -> list[Problem]:
         """Check every byte of every file; an empty list means that nothing is wrong."""
         return verify(self.folder.url, workers=workers)
-
-    def content_hash(self) -> str:
-        """SHA-256 over the shards' hashes: equal for equal content."""
-        joined = "".join(self._shards[shard]["sha256"] for shard in sorted(self._shards))
-        return hashlib.sha256(joined.encode()).hexdigest()

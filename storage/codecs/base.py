@@ -18,6 +18,9 @@ import torch
 
 from storage.errors import StorageError
 
+BF16 = torch.bfloat16
+Payload = bytes | memoryview
+Device = torch.device | str
 Sample = Sequence[tuple[torch.Tensor, bool]]
 """Sequences to fit and measure on: (values [R, W], whether row 0 is the sequence's first token)."""
 
@@ -145,7 +148,7 @@ class Codec(ABC):
                 raise StorageError(f"codec {cls.name!r}: {name} = {value!r}, it must be {named}{shown}")
         return {**cls.defaults, **settings}
 
-    def tensor_on(self, name: str, device: torch.device | str) -> torch.Tensor:
+    def tensor_on(self, name: str, device: Device) -> torch.Tensor:
         """A fitted tensor on a device; a copy on another one than it was fitted on is made once."""
         tensor, place = self.tensors[name], torch.device(device)
         if place == tensor.device:
@@ -164,8 +167,13 @@ class Codec(ABC):
         tensors: Mapping[str, torch.Tensor] | None = None,
         **settings: Any,
     ) -> Self:
-        """A codec whose statistics come from the sample; see `fit_codec`. Codecs without statistics ignore it."""
-        return cls(width=width, settings=settings)
+        """A codec whose statistics come from the sample; see `fit_codec`."""
+        codec = cls(width=width, settings=settings)
+        codec.learn(sample, layers, tensors or {})
+        return codec
+
+    def learn(self, sample: Sample, layers: int, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: B027
+        """Take the statistics of the sample into `self.tensors`. Most codecs have none."""
 
     @classmethod
     def fit_rows(cls, rows: Sequence[TeacherRow], target: TargetParts | None, *, width: int, **settings: Any) -> Self:
@@ -195,14 +203,7 @@ class Codec(ABC):
         """values [R, W] to bytes. `first`: row 0 is the first token of its sequence."""
 
     @abstractmethod
-    def decode(
-        self,
-        payload: bytes | memoryview,
-        rows: int,
-        *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> torch.Tensor:
+    def decode(self, payload: Payload, rows: int, *, device: Device = "cpu", dtype: torch.dtype = BF16) -> torch.Tensor:
         """Bytes to [R, C]. ValueError if the payload does not hold `rows` rows."""
 
     def components(self, values: torch.Tensor) -> torch.Tensor:
@@ -214,12 +215,7 @@ class Codec(ABC):
         return self.encode(last[torch.from_numpy(positions).to(last.device)], first=bool(positions[0] == 0))
 
     def decode_teacher(
-        self,
-        payload: bytes | memoryview,
-        positions: np.ndarray,
-        *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.bfloat16,
+        self, payload: Payload, positions: np.ndarray, *, device: Device = "cpu", dtype: torch.dtype = BF16
     ) -> StoredTeacher:
         """Bytes to the teacher at `positions` [P]."""
         return StoredTeacher(last_hidden_state=self.decode(payload, len(positions), device=device, dtype=dtype))
@@ -241,10 +237,8 @@ class TeacherCodec(Codec):
     teacher_only = True
 
     @classmethod
-    @abstractmethod
-    def fit_rows(
-        cls, rows: Sequence[TeacherRow], target: TargetParts | None, *, width: int, **settings: Any
-    ) -> Self: ...
+    def fit_rows(cls, rows: Sequence[TeacherRow], target: TargetParts | None, *, width: int, **settings: Any) -> Self:
+        return cls(width=width, settings=settings)
 
 
 class LossyCodec(Codec):
@@ -257,7 +251,7 @@ class LossyCodec(Codec):
         """[R, C] float32 to bytes."""
 
     @abstractmethod
-    def decode_rows(self, payload: memoryview, rows: int, device: torch.device | str) -> torch.Tensor:
+    def decode_rows(self, payload: memoryview, rows: int, device: Device) -> torch.Tensor:
         """Bytes to [R, C], float32 or bfloat16."""
 
     def encode(self, values: torch.Tensor, *, first: bool = False) -> bytes:
@@ -270,14 +264,7 @@ class LossyCodec(Codec):
         inline = raw_bytes(first_row.to(self.inline_dtype))
         return bytes([INLINE_FIRST]) + inline + self.encode_rows(components[1:])
 
-    def decode(
-        self,
-        payload: bytes | memoryview,
-        rows: int,
-        *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> torch.Tensor:
+    def decode(self, payload: Payload, rows: int, *, device: Device = "cpu", dtype: torch.dtype = BF16) -> torch.Tensor:
         view = memoryview(payload).cast("B")
         flag, view = (view[0] if len(view) else None), view[1:]
         if flag == NO_FIRST:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from storage.codecs.base import Codec, from_raw, raw_bytes
+from storage.codecs.base import BF16, Codec, Device, Payload, from_raw, raw_bytes
 from storage.codecs.registry import register
 
 
@@ -18,12 +18,5 @@ class Bf16(Codec):
     def encode(self, values: torch.Tensor, *, first: bool = False) -> bytes:
         return raw_bytes(values.to(torch.bfloat16))
 
-    def decode(
-        self,
-        payload: bytes | memoryview,
-        rows: int,
-        *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> torch.Tensor:
+    def decode(self, payload: Payload, rows: int, *, device: Device = "cpu", dtype: torch.dtype = BF16) -> torch.Tensor:
         return from_raw(payload, torch.bfloat16, rows, self.width).to(device=device, dtype=dtype)

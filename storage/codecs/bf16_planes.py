@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 import zstandard
 
-from storage.codecs.base import Codec, from_raw, raw_bytes
+from storage.codecs.base import BF16, Codec, Device, Payload, from_raw, raw_bytes
 from storage.codecs.registry import register
 from storage.codecs.symbols import decompressed
 from storage.errors import StorageError
@@ -30,14 +30,7 @@ class Bf16Planes(Codec):
         upper = zstandard.ZstdCompressor(level=self.settings["level"]).compress(raw_bytes(pairs[..., 1].t()))
         return struct.pack("<I", len(upper)) + upper + raw_bytes(pairs[..., 0])
 
-    def decode(
-        self,
-        payload: bytes | memoryview,
-        rows: int,
-        *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> torch.Tensor:
+    def decode(self, payload: Payload, rows: int, *, device: Device = "cpu", dtype: torch.dtype = BF16) -> torch.Tensor:
         view = memoryview(payload).cast("B")
         (size,) = struct.unpack("<I", view[:4])
         count = rows * self.width

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 
-from storage.codecs.base import StoredTeacher, TargetParts, TeacherRow, last_state_sample
+from storage.codecs.base import BF16, Device, Payload, StoredTeacher, TargetParts, TeacherRow, last_state_sample
 from storage.codecs.registry import register
 from storage.codecs.top_corrected import TopCorrected
 from storage.codecs.transform import Transform, head_metric
@@ -50,12 +50,7 @@ class Corrected(TopCorrected):
         return self._join(coarse, exact, states)
 
     def decode_teacher(
-        self,
-        payload: bytes | memoryview,
-        positions: np.ndarray,
-        *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.bfloat16,
+        self, payload: Payload, positions: np.ndarray, *, device: Device = "cpu", dtype: torch.dtype = BF16
     ) -> StoredTeacher:
         coarse, top = self._split(payload, len(positions), device)
         return StoredTeacher(

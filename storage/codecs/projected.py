@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,35 +26,24 @@ class Projected(Quantised):
     name = "projected"
     defaults: ClassVar[dict[str, Any]] = {"step": 0.5, "focus": 0.5, "level": 1, "directions": None}
 
-    @classmethod
-    def fit(
-        cls,
-        sample: Sample,
-        *,
-        width: int,
-        layers: int = 1,
-        tensors: Mapping[str, torch.Tensor] | None = None,
-        **settings: Any,
-    ) -> Self:
-        codec = cls(width=width, settings=settings)
-        if not tensors or "projection" not in tensors:
+    def learn(self, sample: Sample, layers: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        if "projection" not in tensors:
             raise StorageError('codec "projected" needs the pilot\'s components: pass tensors={"projection": [C, W]}')
         projection = tensors["projection"].float()
-        if projection.ndim != 2 or projection.shape[1] != width:
-            raise StorageError(f"the projection is {tuple(projection.shape)}, expected [C, {width}]")
-        count = codec.settings["directions"] or len(projection)
+        if projection.ndim != 2 or projection.shape[1] != self.width:
+            raise StorageError(f"the projection is {tuple(projection.shape)}, expected [C, {self.width}]")
+        count = self.settings["directions"] or len(projection)
         if count > len(projection):
             raise StorageError(f"directions = {count}, but the projection has {len(projection)} rows")
-        codec.tensors["forward"] = projection[:count].contiguous()
-        components = gather(sample, codec.components)
-        codec.tensors["inverse"] = _least_squares(gather(sample), components)
+        self.tensors["forward"] = projection[:count].contiguous()
+        components = gather(sample, self.components)
+        self.tensors["inverse"] = _least_squares(gather(sample), components)
         relative = torch.ones(count)
         if "shares" in tensors:
             shares = tensors["shares"].float()[:count].clamp_min(1e-12)
-            relative = (shares[min(count, width // layers) - 1] / shares).pow(codec.settings["focus"])
-        codec.fit_steps(components, codec.settings["step"] * relative * components.std(0, correction=0))
-        codec.fit_first_row(sample)
-        return codec
+            relative = (shares[min(count, self.width // layers) - 1] / shares).pow(self.settings["focus"])
+        self.fit_steps(components, self.settings["step"] * relative * components.std(0, correction=0))
+        self.fit_first_row(sample)
 
 
 def _least_squares(states: torch.Tensor, components: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,10 @@ needs no bias.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+import numpy as np
 import torch
 
-from storage.codecs.base import LossyCodec, Sample, common_first_row
+from storage.codecs.base import Device, LossyCodec, Sample, common_first_row
 from storage.codecs.symbols import NIBBLE, PAIR, WIDE, choose_classes, pack, unpack
 from storage.errors import StorageError
 
@@ -23,16 +21,9 @@ class Quantised(LossyCodec):
 
     inline_dtype = torch.float32
 
-    def __init__(
-        self,
-        *,
-        width: int,
-        settings: Mapping[str, Any] | None = None,
-        tensors: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        super().__init__(width=width, settings=settings, tensors=tensors)
-        if "classes" in self.tensors:
-            self._classes = self.tensors["classes"].numpy()
+    @property
+    def _classes(self) -> np.ndarray:
+        return self.tensors["classes"].numpy()
 
     def check(self) -> None:
         forward = self.tensors.get("forward")
@@ -77,7 +68,7 @@ class Quantised(LossyCodec):
         codes = ((values - mean) / step).round_().clamp_(-(2**30), 2**30).to(torch.int32)
         return pack(codes.t().cpu().numpy(), self._classes, level=self.settings["level"])
 
-    def decode_rows(self, payload: memoryview, rows: int, device: torch.device | str) -> torch.Tensor:
+    def decode_rows(self, payload: memoryview, rows: int, device: Device) -> torch.Tensor:
         codes = torch.from_numpy(unpack(payload, self._classes, rows)).to(device)
         mean, step = self.tensor_on("mean", device), self.tensor_on("step", device)
         if not self._restores or "inverse" not in self.tensors:
@@ -93,8 +84,7 @@ class Quantised(LossyCodec):
         deviation = (components - mean).square().mean(0).sqrt()
         steps = torch.as_tensor(step, dtype=torch.float32).expand(len(mean)).clamp_min(1e-12).clone()
         self.tensors["mean"], self.tensors["step"] = mean, steps
-        self._classes = choose_classes((deviation / steps).numpy())
-        self.tensors["classes"] = torch.from_numpy(self._classes)
+        self.tensors["classes"] = torch.from_numpy(choose_classes((deviation / steps).numpy()))
 
     def fit_first_row(self, sample: Sample) -> None:
         firsts = [self.components(values[:1])[0] for values, first in sample if first and len(values)]

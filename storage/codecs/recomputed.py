@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 
-from storage.codecs.base import StoredTeacher, TargetParts, TeacherRow
+from storage.codecs.base import BF16, Device, Payload, StoredTeacher, TargetParts, TeacherRow
 from storage.codecs.registry import register
 from storage.codecs.top_corrected import TopCorrected
 from storage.codecs.transform import Transform
@@ -48,12 +48,7 @@ class Recomputed(TopCorrected):
         return self._join(coarse, last[index.to(last.device)], states[index.to(states.device)])
 
     def decode_teacher(
-        self,
-        payload: bytes | memoryview,
-        positions: np.ndarray,
-        *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.bfloat16,
+        self, payload: Payload, positions: np.ndarray, *, device: Device = "cpu", dtype: torch.dtype = BF16
     ) -> StoredTeacher:
         coarse, top = self._split(payload, len(positions), device)
         length = int(positions[-1]) + 1

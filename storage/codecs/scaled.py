@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from storage.codecs.base import LossyCodec, Sample, common_first_row, from_raw, raw_bytes
+from storage.codecs.base import Device, LossyCodec, Sample, common_first_row, from_raw, raw_bytes
 
 FLOAT8_AS_BFLOAT16 = (
     torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.bfloat16).view(torch.int16).numpy()
@@ -22,33 +22,16 @@ class Scaled(LossyCodec):
     top: ClassVar[float]
     codes: ClassVar[torch.dtype]
 
-    def __init__(
-        self,
-        *,
-        width: int,
-        settings: Mapping[str, Any] | None = None,
-        tensors: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        super().__init__(width=width, settings=settings, tensors=tensors)
+    def __init__(self, *, width: int, **fitted: Any) -> None:
+        super().__init__(width=width, **fitted)
         group = self.settings["group"]
         if width % group:
             self.settings["group"] = next(size for size in range(min(group, width), 0, -1) if width % size == 0)
 
-    @classmethod
-    def fit(
-        cls,
-        sample: Sample,
-        *,
-        width: int,
-        layers: int = 1,
-        tensors: Mapping[str, torch.Tensor] | None = None,
-        **settings: Any,
-    ) -> Self:
-        codec = cls(width=width, settings=settings)
+    def learn(self, sample: Sample, layers: int, tensors: Mapping[str, torch.Tensor]) -> None:
         row = common_first_row([values[0].float() for values, first in sample if first and len(values)])
         if row is not None:
-            codec.tensors["first_row"] = row.to(torch.bfloat16)
-        return codec
+            self.tensors["first_row"] = row.to(torch.bfloat16)
 
     def encode_rows(self, components: torch.Tensor) -> bytes:
         group = self.settings["group"]
@@ -62,7 +45,7 @@ class Scaled(LossyCodec):
         codes = codes.clamp_(-self.top, self.top)
         return raw_bytes(scales) + raw_bytes(codes.to(self.codes))
 
-    def decode_rows(self, payload: memoryview, rows: int, device: torch.device | str) -> torch.Tensor:
+    def decode_rows(self, payload: memoryview, rows: int, device: Device) -> torch.Tensor:
         group = self.settings["group"]
         shape = (rows, self.width // group, group)
         size = rows * shape[1] * 2

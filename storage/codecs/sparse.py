@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import zstandard
 
-from storage.codecs.base import BOUNDS, StoredTeacher, TargetParts, TeacherCodec, TeacherRow
+from storage.codecs.base import BF16, BOUNDS, Device, Payload, StoredTeacher, TeacherCodec
 from storage.codecs.registry import register
 from storage.codecs.symbols import decompressed, leb128, read_leb128
 from storage.codecs.top_tokens import LARGEST, chunks, pack_top, unpack_top
@@ -24,10 +24,6 @@ class Sparse(TeacherCodec):
     defaults: ClassVar[Mapping[str, Any]] = {"top": 64, "level": 1}
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {**BOUNDS, "top": (1, 65536)}
     resolution: ClassVar[int] = 16
-
-    @classmethod
-    def fit_rows(cls, rows: Sequence[TeacherRow], target: TargetParts | None, *, width: int, **settings: Any) -> Self:
-        return cls(width=width, settings=settings)
 
     def encode(self, values: torch.Tensor, *, first: bool = False) -> bytes:
         if self.target is None:
@@ -51,23 +47,11 @@ class Sparse(TeacherCodec):
     def _log_p(self, codes: torch.Tensor) -> torch.Tensor:
         return (codes.to(torch.float32) - LARGEST) / self.resolution
 
-    def decode(
-        self,
-        payload: bytes | memoryview,
-        rows: int,
-        *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> torch.Tensor:
+    def decode(self, payload: Payload, rows: int, *, device: Device = "cpu", dtype: torch.dtype = BF16) -> torch.Tensor:
         raise StorageError("codec 'sparse' keeps no states: read the row's `teacher`")
 
     def decode_teacher(
-        self,
-        payload: bytes | memoryview,
-        positions: np.ndarray,
-        *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.bfloat16,
+        self, payload: Payload, positions: np.ndarray, *, device: Device = "cpu", dtype: torch.dtype = BF16
     ) -> StoredTeacher:
         size, view = read_leb128(memoryview(payload).cast("B"))
         ids, codes = unpack_top(view[:size], len(positions), self.settings["top"])

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
-from storage.codecs.base import TargetParts, TeacherCodec
+from storage.codecs.base import BF16, Device, Payload, TargetParts, TeacherCodec
 from storage.codecs.symbols import leb128, read_leb128
 from storage.codecs.top_tokens import LARGEST, chunks, pack_top, unpack_top
 from storage.codecs.transform import Transform
@@ -31,15 +32,9 @@ class TopCorrected(TeacherCodec):
 
     defaults: ClassVar[Mapping[str, Any]] = {"step": 0.045, "top": 16, "resolution": 32, "level": 1}
 
-    def __init__(
-        self,
-        *,
-        width: int,
-        settings: Mapping[str, Any] | None = None,
-        tensors: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        super().__init__(width=width, settings=settings, tensors=tensors)
-        self.coarse = Transform(width=width, settings=self._coarse_settings(self.settings), tensors=self.tensors)
+    @cached_property
+    def coarse(self) -> Transform:
+        return Transform(width=self.width, settings=self._coarse_settings(self.settings), tensors=self.tensors)
 
     @classmethod
     @abstractmethod
@@ -53,14 +48,7 @@ class TopCorrected(TeacherCodec):
         """The coarse states alone, [R, d]."""
         return self.coarse.encode(values, first=first)
 
-    def decode(
-        self,
-        payload: bytes | memoryview,
-        rows: int,
-        *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> torch.Tensor:
+    def decode(self, payload: Payload, rows: int, *, device: Device = "cpu", dtype: torch.dtype = BF16) -> torch.Tensor:
         return self.coarse.decode(payload, rows, device=device, dtype=dtype)
 
     def _join(self, coarse: bytes, exact: torch.Tensor, states: torch.Tensor) -> bytes:
@@ -75,9 +63,7 @@ class TopCorrected(TeacherCodec):
         top = pack_top(ids, codes, len(self.target.head), level=self.settings["level"])
         return leb128(len(coarse)) + coarse + top
 
-    def _split(
-        self, payload: bytes | memoryview, positions: int, device: torch.device | str
-    ) -> tuple[memoryview, dict[str, torch.Tensor]]:
+    def _split(self, payload: Payload, positions: int, device: Device) -> tuple[memoryview, dict[str, torch.Tensor]]:
         """The coarse payload, and what of the corrections a StoredTeacher takes."""
         size, view = read_leb128(memoryview(payload).cast("B"))
         if self.settings["top"] == 0:

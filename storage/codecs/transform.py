@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
@@ -11,6 +11,8 @@ from storage.codecs.base import Sample, gather
 from storage.codecs.quantised import Quantised, apply
 from storage.codecs.registry import register
 from storage.errors import StorageError
+
+METRIC_CHUNK = 256  # states whose logits exist at once
 
 
 @register
@@ -45,25 +47,15 @@ class Transform(Quantised):
                 raise StorageError(f"{option} = {found[option]!r}: choose one of {', '.join(allowed)}")
         return found
 
-    @classmethod
-    def fit(
-        cls,
-        sample: Sample,
-        *,
-        width: int,
-        layers: int = 1,
-        tensors: Mapping[str, torch.Tensor] | None = None,
-        **settings: Any,
-    ) -> Self:
-        codec = cls(width=width, settings=settings)
+    def learn(self, sample: Sample, layers: int, tensors: Mapping[str, torch.Tensor]) -> None:
         states = gather(sample)
         centred = states - states.mean(0)
         deviation = centred.square().mean(0).sqrt().clamp_min(1e-6)
-        step, metric, kind = codec.settings["step"], codec.settings["metric"], codec.settings["decorrelate"]
+        step, metric, kind = self.settings["step"], self.settings["metric"], self.settings["decorrelate"]
         if metric == "given":
-            if not tensors or "metric" not in tensors:
+            if "metric" not in tensors:
                 raise StorageError('metric = "given" needs the matrix: pass tensors={"metric": [W, W]} to fit_codec')
-            root, inverse_root = _roots(tensors["metric"], codec.settings["ridge"])
+            root, inverse_root = _roots(tensors["metric"], self.settings["ridge"])
         else:
             weight = (
                 1 / deviation if metric == "variance" else torch.ones_like(deviation) / deviation.square().mean().sqrt()
@@ -72,16 +64,15 @@ class Transform(Quantised):
         if kind == "none":
             if metric == "given":
                 raise StorageError('metric = "given" needs decorrelate = "joint"')
-            codec.fit_steps(states, step / torch.diagonal(root))
+            self.fit_steps(states, step / torch.diagonal(root))
         else:
             blocks = 1 if kind == "joint" or metric == "given" else layers
             whitened = centred @ root.t()
             bases = torch.stack([_principal(part) for part in whitened.chunk(blocks, dim=1)])
-            codec.tensors["forward"] = _squeeze(bases @ _diagonal_blocks(root, blocks))
-            codec.tensors["inverse"] = _squeeze(_diagonal_blocks(inverse_root, blocks) @ bases.transpose(1, 2))
-            codec.fit_steps(apply(codec.tensors["forward"], states), step)
-        codec.fit_first_row(sample)
-        return codec
+            self.tensors["forward"] = _squeeze(bases @ _diagonal_blocks(root, blocks))
+            self.tensors["inverse"] = _squeeze(_diagonal_blocks(inverse_root, blocks) @ bases.transpose(1, 2))
+            self.fit_steps(apply(self.tensors["forward"], states), step)
+        self.fit_first_row(sample)
 
 
 def _diagonal_blocks(matrix: torch.Tensor, blocks: int) -> torch.Tensor:
@@ -109,14 +100,7 @@ def _roots(metric: torch.Tensor, ridge: float) -> tuple[torch.Tensor, torch.Tens
     return (vectors * values @ vectors.t()).float(), (vectors / values @ vectors.t()).float()
 
 
-def head_metric(
-    head: torch.Tensor,
-    states: torch.Tensor,
-    *,
-    temperature: float = 1.0,
-    soft_cap: float | None = None,
-    chunk: int = 256,
-) -> torch.Tensor:
+def head_metric(head: torch.Tensor, states: torch.Tensor, *, soft_cap: float | None = None) -> torch.Tensor:
     """M [d, d] such that e^T M e is the mean over tokens of the variance, under the teacher, of the logit error W e.
 
     head W [V, d], states [P, d]. To second order the divergence between teacher and coded teacher is half of it. The
@@ -125,13 +109,13 @@ def head_metric(
     head, states = head.float(), states.to(head.device)
     metric = torch.zeros(head.shape[1], head.shape[1], dtype=torch.float64, device=head.device)
     weight = torch.zeros(head.shape[0], dtype=torch.float64, device=head.device)
-    for start in range(0, len(states), chunk):
-        logits = states[start : start + chunk].float() @ head.t()
+    for start in range(0, len(states), METRIC_CHUNK):
+        logits = states[start : start + METRIC_CHUNK].float() @ head.t()
         if soft_cap is not None:
             logits = torch.tanh(logits / soft_cap) * soft_cap
-        p = torch.softmax(logits / temperature, dim=-1)
+        p = torch.softmax(logits, dim=-1)
         mean = p @ head
         metric -= (mean.t() @ mean).double()
         weight += p.sum(0).double()
     metric += (head.t() @ (head * weight.float()[:, None])).double()
-    return (metric / len(states) / temperature**2).float().cpu()
+    return (metric / len(states)).float().cpu()

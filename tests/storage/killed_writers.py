@@ -50,10 +50,7 @@ def build_until_killed(root: str, plan: CachePlan, event: int) -> None:
 
 def save(root: Path, step: int, **options: object) -> Path:
     tensors = {"weight": torch.full((4, 3), float(step)), "tied": torch.arange(5).to(torch.bfloat16)}
-    objects = {
-        "optimizer": {"state": {0: {"exp_avg": torch.ones(3) * step, "step": torch.tensor(step)}}, "groups": [1e-3]}
-    }
-    return save_checkpoint(root, step, tensors, {"epoch": 1, "rate": 0.1 * step}, objects=objects, **options)  # type: ignore[arg-type]
+    return save_checkpoint(root, step, tensors, {"epoch": 1, "rate": 0.1 * step}, **options)  # type: ignore[arg-type]
 
 
 def save_until_killed(root: str, event: int) -> None:

@@ -11,14 +11,11 @@ from killed_writers import save, save_until_killed
 
 from storage.checkpoints import (
     CheckpointCorrupt,
-    adopt_folder,
     best_checkpoint,
     complete_checkpoints,
     load_checkpoint,
     newest_checkpoint,
     remove_leftovers,
-    save_checkpoint,
-    shared_folder,
 )
 
 
@@ -30,18 +27,23 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     assert torch.equal(loaded.tensors["weight"], torch.full((4, 3), 12.0))
     assert loaded.tensors["tied"].dtype is torch.bfloat16
     assert loaded.state == {"epoch": 1, "rate": 0.1 * 12}
-    assert torch.equal(loaded.objects["optimizer"]["state"][0]["exp_avg"], torch.full((3,), 12.0))
 
 
 def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
     for step, metric in enumerate([1.0, 3.0, 2.0, 2.5, None, 2.9]):
-        save(tmp_path, step, metric=metric, keep_last=2, keep_best=1)
+        save(tmp_path, step, metric=metric, keep_last=2)
     assert [info.step for info in complete_checkpoints(tmp_path)] == [1, 4, 5]
     assert best_checkpoint(tmp_path) == tmp_path / "step-00000001"
     assert newest_checkpoint(tmp_path) == tmp_path / "step-00000005"
-    for step, metric in enumerate([1.0, 3.0, 2.0], start=6):
-        save(tmp_path, step, metric=metric, better="lower", keep_last=1)
-    assert best_checkpoint(tmp_path, better="lower") == tmp_path / "step-00000006"
+    with pytest.raises(ValueError, match="not finite"):
+        save(tmp_path, 6, metric=float("nan"))
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-00000005"
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path, 3, metric=1.0)
+    save(tmp_path, 3, metric=2.0)
+    assert [(info.step, info.metric) for info in complete_checkpoints(tmp_path)] == [(3, 2.0)]
 
 
 def test_incomplete_and_damaged_ones_are_passed_over(tmp_path: Path) -> None:
@@ -55,32 +57,9 @@ def test_incomplete_and_damaged_ones_are_passed_over(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) == tmp_path / "step-00000001"
     with pytest.raises(CheckpointCorrupt, match=r"tensors\.safetensors missing or damaged"):
         load_checkpoint(tmp_path / "step-00000002")
-    (tmp_path / "step-00000001/optimizer.pt").unlink()
+    (tmp_path / "step-00000001/state.json").unlink()
     assert newest_checkpoint(tmp_path) == tmp_path / "step-00000000"
     assert remove_leftovers(tmp_path) == [tmp_path / "step-00000003"]
-
-
-def test_no_code_is_run_when_loading(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, 1, {"a": torch.ones(1)}, {}, objects={"evil": Path("x")})
-    with pytest.raises(Exception, match=r"weights_only|Weights only"):
-        load_checkpoint(path)
-
-
-def test_folders_that_others_filled_are_adopted(tmp_path: Path) -> None:
-    folder = shared_folder(tmp_path, 7)
-    for rank in range(2):
-        (folder / "global_step7").mkdir(parents=True, exist_ok=True)
-        torch.save({"rank": rank}, folder / f"global_step7/rank{rank}.pt")
-    assert newest_checkpoint(tmp_path) is None
-    path = adopt_folder(tmp_path, 7, folder, metric=1.5)
-    assert newest_checkpoint(tmp_path) == path
-    assert sorted(p.name for p in (path / "global_step7").iterdir()) == ["rank0.pt", "rank1.pt"]
-    assert not folder.exists()
-    with pytest.raises(ValueError, match="not finite"):
-        adopt_folder(tmp_path, 8, path, metric=float("nan"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match="holds no files"):
-        adopt_folder(tmp_path, 8, tmp_path / "empty")
 
 
 def test_a_killed_writer_leaves_the_newest_complete_one(tmp_path: Path, forkserver: ForkServer) -> None:

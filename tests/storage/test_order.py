@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from dealing import deal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.order import deal, global_batches, position, shuffled, steps_per_epoch, windowed
+from storage.order import global_batches, position, shuffled, steps_per_epoch, windowed
 
 MASK = (1 << 64) - 1
 
@@ -43,18 +44,6 @@ def test_every_sample_once_an_epoch(count: int, batch: int, seed: int, epoch: in
     assert sorted(np.concatenate(batches).tolist()) == list(range(count))
     assert all(len(b) == batch for b in batches[:-1])
     assert len(batches) == steps_per_epoch(count, batch)
-
-
-@given(st.integers(1, 200), st.integers(1, 40), st.integers(0, 99))
-def test_dropping_the_short_batch(count: int, batch: int, seed: int) -> None:
-    if count < batch:
-        with pytest.raises(ValueError, match="cannot be filled"):
-            global_batches(count, batch, seed=seed, epoch=0, last="drop")
-        return
-    batches = global_batches(count, batch, seed=seed, epoch=0, last="drop")
-    assert {len(b) for b in batches} == {batch}
-    assert len(batches) == steps_per_epoch(count, batch, last="drop")
-    assert len(set(np.concatenate(batches).tolist())) == len(batches) * batch
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=12), st.integers(1, 5), st.integers(0, 99))

@@ -65,7 +65,7 @@ def test_no_more_is_made_than_the_bound_allows(cache: TargetCache, tmp_path: Pat
     with ReadAhead(cache, items, work.note, cost=lambda item: 10, workers=2, max_bytes=45) as ahead:
         for taken in range(12):
             assert next(ahead) == taken
-            assert ahead.bytes_ahead <= 45
+            assert ahead._held <= 45
             started = {int(path.name) for path in tmp_path.iterdir()}
             assert len(started) <= taken + 1 + 4
         with pytest.raises(StopIteration):

@@ -15,9 +15,10 @@ from typing import Any
 
 from cache_builders import build, make_plan
 from common import parser, record
+from dealing import deal
 
 from storage.cache.target_cache import TargetCache
-from storage.order import deal, global_batches, position, steps_per_epoch
+from storage.order import global_batches, position, steps_per_epoch
 
 BATCH, SEED = 7, 5
 WORLDS = (1, 2, 4, 8)
