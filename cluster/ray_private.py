@@ -22,7 +22,6 @@ def start_node(
     num_cpus: int | None,
     num_gpus: int | None,
     object_store_bytes: int,
-    log_monitor: bool,
 ) -> Any:
     """Start the head of a one-node cluster on `address`: `ray.init` has no option to leave its helpers out.
 
@@ -44,7 +43,7 @@ def start_node(
         object_store_memory=object_store_bytes,
         temp_dir=str(temporary),
         include_dashboard=False,
-        include_log_monitor=log_monitor,  # type: ignore[arg-type] # annotated as a string, used as what it is
+        include_log_monitor=False,  # type: ignore[arg-type] # annotated as a string, used as what it is
         no_monitor=True,
     )
     absent = ImportError("not wanted in an embedded cluster")

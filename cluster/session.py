@@ -109,7 +109,6 @@ def ray_session(
     object_store_bytes: int | None = None,
     directory: str | os.PathLike[str] | None = None,
     kept_as: Callable[[str], str] = str,
-    worker_logs: bool = False,
 ) -> Iterator[RaySession]:
     """Run the body with Ray connected, and disconnect (ending an embedded cluster) afterwards.
 
@@ -120,7 +119,6 @@ def ray_session(
         object_store_bytes: shared memory of an embedded cluster, 200 MiB by default (states travel on disk).
         directory: where Ray's logs go if the body raises; None drops them.
         kept_as: what becomes of their text there, such as the same without secrets.
-        worker_logs: repeat what workers print on this terminal (costs one more process).
 
     Raises:
         NoCluster: no cluster answers at `address`.
@@ -140,7 +138,7 @@ def ray_session(
             _require_listener(address)
             try:
                 with sigterm_left_alone():
-                    ray.init(address=address, logging_level=logging.ERROR, log_to_driver=worker_logs)
+                    ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
                 session = _describe(None)
                 with _watched(_JoinedCluster(session.address).fault):
                     yield session
@@ -149,7 +147,7 @@ def ray_session(
         return
     with _private_folder() as temporary:
         variables = {**QUIET_ENVIRONMENT, **EMBEDDED_ENVIRONMENT, **private_token(temporary)}
-        node = _embedded_node(temporary, num_cpus, num_gpus, object_store_bytes, worker_logs)
+        node = _embedded_node(temporary, num_cpus, num_gpus, object_store_bytes)
         try:
             with environment(variables), node:
                 yield _describe(temporary)
@@ -162,7 +160,7 @@ def ray_session(
 
 @contextlib.contextmanager
 def _embedded_node(
-    temporary: Path, num_cpus: int | None, num_gpus: int | None, object_store_bytes: int | None, worker_logs: bool
+    temporary: Path, num_cpus: int | None, num_gpus: int | None, object_store_bytes: int | None
 ) -> Iterator[None]:
     global _embedded
     import ray
@@ -175,7 +173,6 @@ def _embedded_node(
         num_cpus=num_cpus,
         num_gpus=num_gpus,
         object_store_bytes=object_store_bytes or DEFAULT_OBJECT_STORE_BYTES,
-        log_monitor=worker_logs,
     )
 
     def fault() -> str | None:
@@ -188,7 +185,7 @@ def _embedded_node(
                 address=node.gcs_address,
                 _node_ip_address=LOOPBACK,
                 logging_level=logging.ERROR,
-                log_to_driver=worker_logs,
+                log_to_driver=False,
             )
         _embedded = True
         with _watched(fault):

@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from cluster.errors import ClusterError, is_retryable
 
+ITEMS_AT_ONCE = 2  # handed to an actor at a time: hides the round trip
 LOOK_AROUND_SECONDS = 10.0  # between two looks at whether the cluster still has a node for a worker that waits
 
 Item = TypeVar("Item")
@@ -69,8 +70,6 @@ def run_work_items(
     gpus_per_worker: float = 0,
     max_retries: int = 3,
     on_result: Callable[[Item, Result], None],
-    on_retry: Callable[[Item, str], None] | None = None,
-    max_in_flight_per_worker: int = 2,
     item_name: Callable[[Item], str] = str,
 ) -> PoolSummary:
     """Do all `items` on up to `num_workers` actors of the current Ray session.
@@ -82,8 +81,6 @@ def run_work_items(
         max_retries: how often an item is tried again after its first failure. A worker's death counts against an item
             only if it was the one unfinished item there.
         on_result: called in this process once for each item, in the order in which they finish.
-        on_retry: called with the item and the reason before it is tried again.
-        max_in_flight_per_worker: items handed to an actor at a time; 2 hides the round trip.
         item_name: how an item is called in errors.
 
     Raises:
@@ -92,20 +89,15 @@ def run_work_items(
             `max_retries` + 1 times in a row.
         ClusterError: no node of the cluster has, or has any more, the resources of one worker.
     """
-    if num_workers < 1 or max_in_flight_per_worker < 1 or max_retries < 0:
-        raise ClusterError(
-            f"num_workers={num_workers} and max_in_flight_per_worker={max_in_flight_per_worker} must be at least 1, "
-            f"max_retries={max_retries} at least 0"
-        )
+    if num_workers < 1 or max_retries < 0:
+        raise ClusterError(f"num_workers={num_workers} must be at least 1, max_retries={max_retries} at least 0")
     _require_room(cpus_per_worker, gpus_per_worker)
     pool: _Pool[Item, Result] = _Pool(
         make_worker=make_worker,
         source=iter(items),
         options={"num_cpus": cpus_per_worker, "num_gpus": gpus_per_worker, "max_restarts": 0, "max_task_retries": 0},
         max_retries=max_retries,
-        depth=max_in_flight_per_worker,
         on_result=on_result,
-        on_retry=on_retry,
         item_name=item_name,
     )
     try:
@@ -148,9 +140,7 @@ class _Pool(Generic[Item, Result]):
     source: Any
     options: dict[str, Any]
     max_retries: int
-    depth: int
     on_result: Callable[[Item, Result], None]
-    on_retry: Callable[[Item, str], None] | None
     item_name: Callable[[Item], str]
     waiting: deque[_Job[Item]] = field(default_factory=deque)
     seats: list[_Seat[Item]] = field(default_factory=list)
@@ -193,7 +183,7 @@ class _Pool(Generic[Item, Result]):
     def _feed(self, seat: _Seat[Item]) -> None:
         if seat.starting is not None:
             return
-        while len(seat.jobs) < self.depth:
+        while len(seat.jobs) < ITEMS_AT_ONCE:
             if not self.waiting:
                 try:
                     self.waiting.append(_Job(item=next(self.source)))
@@ -235,13 +225,11 @@ class _Pool(Generic[Item, Result]):
         job.failures += 1
         if job.failures > self.max_retries or (cause is not None and not is_retryable(cause)):
             raise WorkItemFailed(self.item_name(job.item), job.failures, detail) from cause
-        self._again(job, detail)
+        self._again(job)
 
-    def _again(self, job: _Job[Item], detail: str) -> None:
+    def _again(self, job: _Job[Item]) -> None:
         self.summary.repeated += 1
         self.waiting.appendleft(job)
-        if self.on_retry is not None:
-            self.on_retry(job.item, detail)
 
     def _replace(self, seat: _Seat[Item], detail: str, cause: BaseException | None = None) -> None:
         """Give up a lost worker's seat, which the loop fills again; deliver what it had done, take back the rest."""
@@ -273,7 +261,7 @@ class _Pool(Generic[Item, Result]):
             return
         for job in reversed(unfinished):  # any of them may have done it: the next time each is alone
             job.alone = True
-            self._again(job, reason)
+            self._again(job)
 
     def close(self) -> None:
         import ray

@@ -215,9 +215,7 @@ class ThresholdPoint:
     accepted_length: Estimate  # tokens a round, by the rule
 
 
-def threshold_sweep(
-    table: RoundTable, levels: Iterable[float], temperatures: ArrayLike | None = None, **options: int
-) -> list[ThresholdPoint]:
+def threshold_sweep(table: RoundTable, levels: Iterable[float], **options: int) -> list[ThresholdPoint]:
     """What each confidence threshold would have verified and accepted, from fully verified rounds.
 
     Shorter verification leaves the drafts and the rule's answers as they were, so a recorded round tells them exactly.
@@ -227,10 +225,7 @@ def threshold_sweep(
     if not use.any():
         raise DsparkError("no round has both confidences and a fully verified block; evaluate with the full block")
     part = _rows(table, use)
-    logits = part.confidence_logits
-    if temperatures is not None:
-        logits = logits / np.asarray(temperatures, dtype=np.float64)
-    confidence, points = sigmoid(logits), []
+    confidence, points = sigmoid(part.confidence_logits), []
     for level in levels:
         lengths = threshold(confidence, level)
         kept = np.minimum(part.accepted_raw, lengths)

@@ -60,26 +60,25 @@ def calibrated_logits(
 class ReliabilityBins:
     """A reliability diagram: equal-width bins over [0, 1]."""
 
-    counts: Floats  # [bins] pairs, or their weight
+    counts: Floats  # [bins] pairs
     confidence: Floats  # [bins] mean probability, NaN where empty
     frequency: Floats  # [bins] share of outcomes that were true, NaN where empty
 
 
-def reliability_bins(p: ArrayLike, y: ArrayLike, bins: int = BINS, weights: ArrayLike | None = None) -> ReliabilityBins:
+def reliability_bins(p: ArrayLike, y: ArrayLike, bins: int = BINS) -> ReliabilityBins:
     """Probabilities [n] and outcomes [n] sorted into bins; probability 1 belongs to the last one."""
     chances, outcomes = _pairs(p, y)
-    weight = np.ones_like(chances) if weights is None else np.asarray(weights, dtype=np.float64)
     index = np.minimum((chances * bins).astype(np.int64), bins - 1)
-    counts = np.asarray(np.bincount(index, weight, minlength=bins), dtype=np.float64)
+    counts = np.asarray(np.bincount(index, minlength=bins), dtype=np.float64)
     with np.errstate(invalid="ignore"):
-        confidence = np.bincount(index, weight * chances, minlength=bins) / counts
-        frequency = np.bincount(index, weight * outcomes, minlength=bins) / counts
+        confidence = np.bincount(index, chances, minlength=bins) / counts
+        frequency = np.bincount(index, outcomes, minlength=bins) / counts
     return ReliabilityBins(counts, confidence, frequency)
 
 
-def expected_calibration_error(p: ArrayLike, y: ArrayLike, bins: int = BINS, weights: ArrayLike | None = None) -> float:
+def expected_calibration_error(p: ArrayLike, y: ArrayLike, bins: int = BINS) -> float:
     """Mean over bins, weighted by their counts, of |mean probability - frequency|. NaN without data."""
-    found = reliability_bins(p, y, bins, weights)
+    found = reliability_bins(p, y, bins)
     total = found.counts.sum()
     if total == 0:
         return float("nan")

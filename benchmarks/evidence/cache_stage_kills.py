@@ -24,18 +24,17 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from subprocess import Popen
 from typing import Any
 
 import psutil
+from result_file import keep
 from toy_target import write_gguf
 from whole_run import finish, start, write_config
 
 from pipelines.data.gguf_file import convert_llama
-from pipelines.provenance import collect
 from storage.cache.target_cache import TargetCache, is_finished, verify
 
 KILLS_A_BUILD = 10
@@ -233,12 +232,8 @@ def main() -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         result = sweep(Path(folder), arguments.kills, arguments.seed, arguments.limit)
-    origin = collect(arguments.seed)
-    result = {"created": datetime.now(UTC).isoformat(timespec="seconds"), "seed": arguments.seed, **result}
-    result["seconds"] = round(time.monotonic() - began, 1)
-    result["provenance"] = {key: origin[key] for key in ("code", "hardware") if key in origin}
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"seed": arguments.seed, **result, "seconds": round(time.monotonic() - began, 1)}
+    keep(result, arguments.output, arguments.seed)
     print(json.dumps(result, indent=1), file=sys.stderr)
 
 

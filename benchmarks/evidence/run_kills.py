@@ -17,10 +17,10 @@ import json
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from result_file import keep
 from toy_target import write_gguf
 from whole_run import (
     draw_moments,
@@ -37,7 +37,6 @@ from whole_run import (
 
 from dspark.manifest import damaged_files
 from pipelines.data.gguf_file import convert_llama
-from pipelines.provenance import collect
 
 
 def sweep(folder: Path, moments: int, seed: int) -> dict[str, Any]:
@@ -96,11 +95,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = sweep(Path(folder), arguments.moments, arguments.seed)
-    origin = collect(arguments.seed)
-    result = {"created": datetime.now(UTC).isoformat(timespec="seconds"), **result}
-    result["provenance"] = {key: origin[key] for key in ("code", "hardware") if key in origin}
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    keep(result, arguments.output, arguments.seed)
     print(json.dumps(result["checks"], indent=1), f"in {arguments.output}", sep="\n")
     sys.exit(0 if result["passed"] else 1)
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from test_scheduling import compared_with_brute_force
+from test_scheduling import compared_with_brute_force, two_steps_behind
 
-from dspark.decoding.scheduling import CostTable, algorithm_1, global_search, two_steps_behind
+from dspark.decoding.scheduling import CostTable, algorithm_1, global_search
 
 
 def shortfall(values: np.ndarray) -> dict[str, Any]:

@@ -21,12 +21,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
+from result_file import keep
 from toy_training import Toy, start, train
 
 from pipelines.training.log import LOG, VALIDATION, read_log
@@ -150,8 +150,6 @@ def sweep(folder: Path, kills: int, seed: int, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    from pipelines.provenance import collect
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--steps", type=int, default=150)
@@ -160,11 +158,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = sweep(Path(folder), arguments.kills, arguments.seed, arguments.steps)
-    origin = collect(arguments.seed)
-    result = {"created": datetime.now(UTC).isoformat(timespec="seconds"), **result}
-    result["provenance"] = {key: origin[key] for key in ("code", "hardware") if key in origin}
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    keep(result, arguments.output, arguments.seed)
     print(json.dumps(result["checks"], indent=1), f"in {arguments.output}", sep="\n")
     sys.exit(0 if result["passed"] else 1)
 

@@ -68,10 +68,6 @@ class Completion:
     seconds: float  # from the row's admission to its end
     logit_gaps: list[float] = field(default_factory=list)  # top-1 minus top-2 target logit at each output token
 
-    @property
-    def minimum_logit_gap(self) -> float | None:
-        return min(self.logit_gaps) if self.logit_gaps else None
-
 
 @dataclass(frozen=True)
 class Commit:
@@ -106,11 +102,3 @@ def commit(accepted_ids: Iterable[int], next_id: int, stop_token_ids: frozenset[
     elif len(kept) == room:
         reason = "length"
     return Commit(kept, drafts, bonus=True, stop_cut=False, finish_reason=reason)
-
-
-def first_divergence(ours: list[int], theirs: list[int]) -> int | None:
-    """Index of the first token in which two answers differ, None when they are equal."""
-    for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
-        if a != b:
-            return index
-    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -134,20 +134,18 @@ class StaticLength(LengthPolicy):
 
 
 class Threshold(LengthPolicy):
-    """Verify up to the first slot whose confidence (conditional) or survival falls below `level`."""
+    """Verify up to the first slot whose confidence falls below `level`."""
 
     name = "threshold"
     needs_confidence = True
 
-    def __init__(self, level: float, on: Literal["confidence", "survival"] = "confidence") -> None:
+    def __init__(self, level: float) -> None:
         if not 0 <= level <= 1:
             raise SchedulingError(f"a confidence threshold is {level}; expected 0 to 1")
-        self.level, self.on = level, on
+        self.level = level
 
     def lengths(self, survival: Floats | None, rows: int, slots: int) -> Lengths:
         assert survival is not None
-        if self.on == "survival":
-            return threshold(survival, self.level)
         before = np.concatenate([np.ones((rows, 1)), survival[:, :-1]], axis=1)
         return threshold(np.divide(survival, before, out=np.zeros_like(survival), where=before > 0), self.level)
 
@@ -245,17 +243,6 @@ class TwoStepsBehind(_CostPolicy):
 def two_steps_capacity(past: Floats, cost: CostTable, rows: int) -> int:
     """Draft tokens that `rows` rows may verify together, judged by earlier survivals [B', G]."""
     return round(int(global_search(past, cost).sum()) * rows / len(past))
-
-
-def two_steps_behind(past: ArrayLike, present: ArrayLike, cost: CostTable) -> Lengths:
-    """Lengths [B] by present survival [B, G], as many as a global search over the past one [B', G] admits."""
-    now = _checked(present)
-    return top_k(now, two_steps_capacity(_checked(past), cost, len(now)))
-
-
-def static(rows: int, length: int) -> Lengths:
-    """The same length for every row."""
-    return np.full(rows, length, dtype=np.int64)
 
 
 def policy_named(

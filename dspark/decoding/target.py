@@ -6,7 +6,6 @@ B batch, S sequence, d hidden size, m captured layers, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -82,9 +81,6 @@ class Target:
                     "(option `drafter.target_layer_ids`)"
                 )
         self.layer_ids: tuple[int, ...] = ids
-        # Renamed in transformers 5.24; models from elsewhere keep the old name.
-        accepted = inspect.signature(self.decoder.forward).parameters
-        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
         self._sink: dict[int, Tensor] | None = None
         self._hook_layers()
 
@@ -149,18 +145,10 @@ class Target:
         return stop_tokens(getattr(self.model, "generation_config", None), self.text_config, self.tokenizer)
 
     @torch.no_grad()
-    def capture(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        logits: bool = False,
-    ) -> Captured:
+    def capture(self, input_ids: Tensor, attention_mask: Tensor | None = None, logits: bool = False) -> Captured:
         """One forward pass over input_ids [B, S], padded on the right where attention_mask [B, S] is 0.
 
-        With `past_key_values` the pass extends that cache in place; give `position_ids` [B, S] and a mask
-        over cached and new tokens when rows differ in length. States at padding are meaningless.
+        States at padding are meaningless.
         Raises TargetError for ids of no token, and for more tokens than the target's rotary factors are constant for.
         """
         if (unknown := unknown_token(self, input_ids.unique().tolist())) is not None:
@@ -172,22 +160,14 @@ class Target:
             )
         input_ids = input_ids.to(self.device)
         mask = None if attention_mask is None else attention_mask.to(self.device)
-        if mask is not None and past_key_values is None and mask.dim() == 2:
-            if position_ids is None:
-                position_ids = (mask.long().cumsum(-1) - 1).clamp(min=0)
-            # Causal attention alone keeps right padding out of the real tokens, and is the faster kernel.
-            if bool((mask[:, 1:] <= mask[:, :-1]).all()):
-                mask = None
-                position_ids = None
-        cached = {} if past_key_values is None else {self._cache_argument: past_key_values}
+        position_ids = None
+        # Causal attention alone keeps right padding out of the real tokens, and is the faster kernel.
+        if mask is not None and bool((mask[:, 1:] <= mask[:, :-1]).all()):
+            mask = None
+        elif mask is not None:
+            position_ids = (mask.long().cumsum(-1) - 1).clamp(min=0)
         with self.capturing() as sink:
-            output = self.decoder(
-                input_ids=input_ids,
-                attention_mask=mask,
-                position_ids=None if position_ids is None else position_ids.to(self.device),
-                use_cache=past_key_values is not None,
-                **cached,
-            )
+            output = self.decoder(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False)
             features = self.features_of(sink)
         last = output.last_hidden_state
         return Captured(features, last, self.logits(last) if logits else None)

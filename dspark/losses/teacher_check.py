@@ -20,7 +20,7 @@ from dspark.losses.micro_batch import MicroBatch, Teacher
 from dspark.losses.output_head import OutputHead, full_logits
 
 if TYPE_CHECKING:
-    from dspark.target import Target
+    from dspark.decoding.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)

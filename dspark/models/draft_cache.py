@@ -23,7 +23,6 @@ class DraftCache:
         dtype: torch.dtype,
         device: torch.device,
         capacity: int = 256,
-        state_size: int | None = None,
     ) -> None:
         shape = (rows, key_heads, capacity, head_dim)
         # Zeros, since a masked key still takes part in a product and must be finite.
@@ -31,7 +30,7 @@ class DraftCache:
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.lengths = torch.zeros(rows, dtype=torch.long)  # [B] context tokens, on the CPU
         # [B, d] projected state of each row's last context token, where the drafter starts from it
-        self.last_states = None if state_size is None else torch.zeros(rows, state_size, dtype=dtype, device=device)
+        self.last_states: Tensor | None = None
 
     @property
     def rows(self) -> int:

@@ -44,13 +44,9 @@ def test_no_units_and_fewer_units_than_workers():
 
 
 def test_a_unit_whose_worker_dies_is_done_again(tmp_path: Path):
-    retried: list[int] = []
-    results, summary = collect(
-        functools.partial(DiesOnce, str(tmp_path)), range(10), on_retry=lambda unit, why: retried.append(unit)
-    )
+    results, summary = collect(functools.partial(DiesOnce, str(tmp_path)), range(10))
     assert results == {n: n * n for n in range(10)}
-    assert 3 in retried
-    assert len(retried) == summary.repeated <= 2, "only what the worker held is done again"
+    assert 1 <= summary.repeated <= 2, "only what the worker held is done again"
     assert summary.workers_lost == 1
 
 
