@@ -43,6 +43,10 @@ RECIPES = {
     "soft cross-entropy": SOFT_CE,
     "context residual": RESIDUAL,
     "context residual, soft cross-entropy": f"{RESIDUAL} {SOFT_CE}",
+    "soft cross-entropy, then L1": "train.loss.soft_ce_warmup_ratio=0.5",
+    "d-pace": "train.loss.slot_weighting=d-pace",
+    "d-pace, cross-entropy": "train.loss.slot_weighting=d-pace train.loss.ce=1 train.loss.l1=0",
+    "acceptance": "train.loss.slot_weighting=acceptance",
     "EAGLE-3": "drafter.algorithm=eagle3",
 }
 DRAWS = 10_000
@@ -74,20 +78,22 @@ def train(options: argparse.Namespace, name: str, seed: int) -> Path:
 def decode(options: argparse.Namespace, key: str, drafter: Path) -> None:
     """Every prompt at every temperature, as far as it is not done yet."""
     settings = load_settings(options.config, options.override)
-    sources = [source.model_copy(update={"limit": options.prompts}) for source in settings.data.evaluation]
+    sources = [source.model_copy(update={"limit": max(options.prompts)}) for source in settings.data.evaluation]
     prompts = read_prompts(sources, "evaluation").prompts
-    section = settings.evaluate.model_copy(update={"seeds": (0,)})
     plan = DecodePlan(
         settings=settings,
         spec=resolve_target(settings),
         folder=str(options.work / "evaluation"),
-        circumstances={"prompts": options.prompts},
-        drafter=None,
+        circumstances={},
+        drafter=str(drafter),
         baselines={key: str(drafter)},
-        max_new_tokens=section.max_new_tokens,
-        batch_size=section.batch_size,
+        max_new_tokens=settings.evaluate.max_new_tokens,
+        batch_size=settings.evaluate.batch_size,
     )
-    items = work_items(section, prompts, "evaluation", lambda temperature: [(key, FULL)])
+    items = []
+    for temperature, count in zip(settings.evaluate.temperatures, options.prompts, strict=True):
+        section = settings.evaluate.model_copy(update={"temperatures": (temperature,), "seeds": (0,)})
+        items += work_items(section, prompts[:count], "evaluation", lambda _: [(key, FULL)])
     folder = EventLog(plan.folder, plan.circumstances).folder
     if todo := [item for item in items if not folder.exists(item.file)]:
         worker = DecodeWorker(plan)
@@ -96,53 +102,59 @@ def decode(options: argparse.Namespace, key: str, drafter: Path) -> None:
 
 
 class Lengths:
-    """Committed tokens and rounds of each prompt, by temperature and recipe, seeds pooled."""
+    """Committed tokens and rounds of each prompt at a temperature, by recipe, seeds pooled.
 
-    def __init__(self, events: dict[str, np.ndarray], recipes: list[str]) -> None:
-        prompts, of_round = np.unique(events["prompt_id"], return_inverse=True)
-        first = np.array([np.flatnonzero(of_round == index)[0] for index in range(len(prompts))])
-        domains = events["domain"][first]
-        self.prompts = [np.flatnonzero(domains == domain) for domain in np.unique(domains)]
-        self.recipe = np.array([str(key).partition("/")[0] for key in events["drafter"]])
-        self.seed = np.array([str(key).partition("/")[2] for key in events["drafter"]])
-        self.temperature, self.committed, self.of_round = events["temperature"], events["committed"], of_round
+    Prompts that a recipe and seed has not decoded count for none.
+    """
+
+    def __init__(self, events: dict[str, np.ndarray], temperature: float, keys: list[str]) -> None:
+        use = (events["temperature"] == temperature) & np.isin(events["drafter"], keys)
+        names, of_round = np.unique(events["prompt_id"][use], return_inverse=True)
+        drafter, committed = events["drafter"][use], events["committed"][use]
+        self._rounds = {key: np.bincount(of_round[drafter == key], minlength=len(names)) for key in keys}
+        self._tokens = {
+            key: np.bincount(of_round[drafter == key], committed[drafter == key], minlength=len(names)) for key in keys
+        }
+        complete = np.all([rounds > 0 for rounds in self._rounds.values()], axis=0)
+        domains = np.array([str(events["domain"][use][of_round == index][0]) for index in range(len(names))])
+        self._groups = [np.flatnonzero((domains == domain) & complete) for domain in np.unique(domains[complete])]
         rng = np.random.default_rng(0)
-        self.draws = [rng.multinomial(len(group), np.full(len(group), 1 / len(group)), DRAWS) for group in self.prompts]
+        self._draws = [
+            rng.multinomial(len(group), np.full(len(group), 1 / len(group)), DRAWS) for group in self._groups
+        ]
+        self.prompts = int(complete.sum())
 
-    def of(self, recipe: str, temperature: float, seed: str | None = None) -> tuple[float, np.ndarray]:
+    def of(self, *keys: str) -> tuple[float, np.ndarray]:
         """Mean accepted length of the domains, and its bootstrap draws."""
-        use = (self.recipe == recipe) & (self.temperature == temperature)
-        if seed is not None:
-            use &= self.seed == seed
-        count = max(int(self.of_round.max()) + 1, 1)
-        tokens = np.bincount(self.of_round[use], self.committed[use], minlength=count)
-        rounds = np.bincount(self.of_round[use], minlength=count)
-        value = np.mean([tokens[group].sum() / rounds[group].sum() for group in self.prompts])
+        tokens, rounds = (sum(each[key] for key in keys) for each in (self._tokens, self._rounds))
+        parts = [tokens[group].sum() / rounds[group].sum() for group in self._groups]
         drawn = [
             (draws @ tokens[group]) / (draws @ rounds[group])
-            for draws, group in zip(self.draws, self.prompts, strict=True)
+            for draws, group in zip(self._draws, self._groups, strict=True)
         ]
-        return float(value), np.mean(drawn, axis=0)
+        return float(np.mean(parts)), np.mean(drawn, axis=0)
 
 
 def summary(options: argparse.Namespace) -> dict[str, Any]:
     """Figures of every recipe, and its differences to the first."""
     folder = options.work / "evaluation"
-    EventLog(str(folder), {"prompts": options.prompts}).merge()
-    events = columns(read_events(folder / "events-all.parquet"))
-    lengths, rows = Lengths(events, options.recipes), []
+    EventLog(str(folder), {}).merge()
+    events, rows = columns(read_events(folder / "events-all.parquet")), []
+    keys = {name: [f"{name}/{seed}" for seed in options.seeds] for name in options.recipes}
     for temperature in sorted(set(events["temperature"])):
-        base, base_draws = lengths.of(options.recipes[0], temperature)
+        lengths = Lengths(events, temperature, [key for each in keys.values() for key in each])
+        base, base_draws = lengths.of(*keys[options.recipes[0]])
         for name in options.recipes:
-            value, draws = lengths.of(name, temperature)
+            value, draws = lengths.of(*keys[name])
             low, high = np.quantile(draws / base_draws - 1, [0.025, 0.975])
             rows.append(
                 {
                     "recipe": name,
                     "settings": RECIPES[name],
                     "temperature": float(temperature),
+                    "prompts": lengths.prompts,
                     "accepted_length": round(value, 4),
-                    "by_seed": {str(s): round(lengths.of(name, temperature, str(s))[0], 4) for s in options.seeds},
+                    "by_seed": {key.rpartition("/")[2]: round(lengths.of(key)[0], 4) for key in keys[name]},
                     "against_first": round(value / base - 1, 4),
                     "interval_95": [round(float(low), 4), round(float(high), 4)],
                 }
@@ -150,7 +162,6 @@ def summary(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "command": shlex.join(["python", "benchmarks/recipes.py", *sys.argv[1:]]),
         "measured": time.strftime("%Y-%m-%d", time.gmtime()),
-        "prompts": options.prompts,
         "seeds": options.seeds,
         "figures": rows,
     }
@@ -164,7 +175,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), metavar="NAME", help=f"of {', '.join(RECIPES)}")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--prompts", type=int, default=48)
+    parser.add_argument("--prompts", type=int, nargs="+", default=[48, 48], help="of each temperature of the settings")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     options.override.append(f"cluster.threads_per_worker={options.threads}")

@@ -87,8 +87,13 @@ def draw_anchors(
     return np.sort(eligible[np.argpartition(ranks, num_anchors - 1)[:num_anchors]])
 
 
-def weight_by_length(block_size: int, position_decay: float) -> NDArray[np.float64]:
-    """Weight of a block by its number of supervised slots [G+1]: the running sum of exp(-k / position_decay)."""
+def weight_by_length(block_size: int, position_decay: float | None) -> NDArray[np.float64]:
+    """Weight of a block by its number of supervised slots [G+1]: the running sum of exp(-k / position_decay).
+
+    None: every block with a supervised slot counts once.
+    """
+    if position_decay is None:
+        return np.minimum(np.arange(block_size + 1), 1).astype(np.float64)
     if position_decay <= 0:
         raise DsparkError(
             f"position_decay is {position_decay}; allowed: above 0, infinite for equal weights "
@@ -99,7 +104,7 @@ def weight_by_length(block_size: int, position_decay: float) -> NDArray[np.float
 
 
 def anchors_weight(
-    loss_mask: NDArray[np.bool_], anchors: NDArray[np.int64], block_size: int, position_decay: float
+    loss_mask: NDArray[np.bool_], anchors: NDArray[np.int64], block_size: int, position_decay: float | None
 ) -> float:
     """Loss weight of all blocks of one sequence, from its loss mask [S] alone.
 

@@ -5,7 +5,8 @@ Shapes: N blocks of G slots, M of them with a label, c of a chunk, P teacher pos
 
 Slot k of a block weighs exp(-k / position_decay). Each term is the weighted sum over slots divided by a normaliser: the
 weights' sum over the batch, or over whatever the caller says. With the sum over the global batch, which is known before
-the forward pass (`anchors.anchors_weight`), any split into ranks and micro-batches takes the same step.
+the forward pass (`anchors.anchors_weight`), any split into ranks and micro-batches takes the same step. Where a slot
+weighs by its chances (`losses.SlotWeighting`) all values are computed once before, and the normaliser counts blocks.
 
 With a reduced draft vocabulary the drafter's distribution covers its tokens alone, the teacher is normalised over the
 whole vocabulary, and l1 counts the teacher's mass outside as lost. A label outside has no cross-entropy: its slot keeps
@@ -80,9 +81,10 @@ class BlockLoss(nn.Module):
         assert self._head is not None
         return self._head
 
-    def forward(self, batch: MicroBatch, normalizer: float) -> tuple[Tensor, dict[str, float]]:
-        states = self.drafter.block_states(batch)
-        result = fused_loss(self.drafter, states, batch, self.config, normalizer=normalizer, head=self._head)
+    def forward(self, batch: MicroBatch, normalizer: float, progress: float = 1.0) -> tuple[Tensor, dict[str, float]]:
+        """The loss at this moment of training (`LossConfig.at`), and the sums of `fused_loss`."""
+        states, config = self.drafter.block_states(batch), self.config.at(progress)
+        result = fused_loss(self.drafter, states, batch, config, normalizer=normalizer, head=self._head)
         return result.loss, result.sums
 
 
@@ -122,7 +124,7 @@ def fused_loss(
 
     Args:
         drafter: its `lm_head`, `sequential_head` and `confidence_head` are read, and `draft_token_ids` if it has any.
-        normalizer: sum of slot weights over the whole global batch; None: over this batch. A data-parallel engine that
+        normalizer: sum of slot weights (or blocks, see above) of the global batch; None: of this one. An engine that
             averages gradients over ranks or micro-batches wants the loss times their number.
         head: from `output_head_of(drafter)`, to save making it at every step.
 
@@ -152,22 +154,45 @@ def fused_loss(
         raise DsparkError(
             "a loss term reads the confidence head, which this drafter lacks: set `train.loss.confidence` to 0"
         )
-    total, values = slot_losses(
-        at_slots(states),
-        head=head,
-        config=config,
-        weights=at_slots(weights),
-        labels=at_slots(batch.labels),
-        teacher=batch.teacher,
-        teacher_row=at_slots(batch.teacher_index),
-        bias_states=bias_states,
-        bias_weight=bias_weight,
-        bias_row=bias_row,
-        confidence_logits=confidence_logits,
-    )
+    inputs = {
+        "states": at_slots(states),
+        "bias_states": bias_states,
+        "bias_weight": bias_weight,
+        "confidence_logits": confidence_logits,
+    }
+    constants: dict[str, Any] = {
+        "head": head,
+        "config": config,
+        "labels": at_slots(batch.labels),
+        "teacher": batch.teacher,
+        "teacher_row": at_slots(batch.teacher_index),
+        "bias_row": bias_row,
+    }
+    used, factor = at_slots(weights), None
+    if config.slot_weighting is not None:
+        fixed = {name: None if tensor is None else tensor.detach() for name, tensor in inputs.items()}
+        _, values = slot_losses(**fixed, **constants, weights=used)
+        used, factor = _weights_by_chance(values, batch.loss_mask, chosen, constants["labels"], config, head)
+    total, values = slot_losses(**inputs, **constants, weights=used, confidence_factor=factor)
     sums = _sums(batch, weights, chosen, total.detach(), values, config, confidence_logits is not None)
-    divisor = (sums["weight"] if normalizer is None else normalizer) + NORMALIZER_EPSILON
+    divisor = (sums["normalizer"] if normalizer is None else normalizer) + NORMALIZER_EPSILON
     return LossResult(loss=total / divisor, sums=sums)
+
+
+def _weights_by_chance(
+    values: SlotValues, loss_mask: Tensor, chosen: Tensor, labels: Tensor, config: LossConfig, head: OutputHead
+) -> tuple[Tensor, Tensor]:
+    """By `config.slot_weighting`: weights [M] of the slots `chosen` [M], and the confidence's in proportion to them."""
+    known = torch.ones_like(values.ce) if head.draft_index is None else (head.draft_index[labels] >= 0).to(values.ce)
+
+    def at_blocks(slot_values: Tensor) -> Tensor:
+        return slot_values.new_ones(loss_mask.numel()).index_copy_(0, chosen, slot_values).view(loss_mask.shape)
+
+    assert config.slot_weighting is not None
+    label_probability, acceptance = at_blocks((-values.ce).exp() * known), at_blocks(values.acceptance.clamp(min=0))
+    both = config.slot_weighting.weights(label_probability, acceptance, loss_mask)
+    weights, reached = (part.flatten()[chosen] for part in both)
+    return weights, reached / weights
 
 
 def _sums(
@@ -198,6 +223,7 @@ def _sums(
         "weight": weights.sum(),
         "slots": mask.sum(),
         "blocks": block_used.sum(),
+        "normalizer": weights.sum() if config.slot_weighting is None else block_used.sum(),
         "loss": total,
         **{name: (weights * at_blocks(term.value(clamped))).sum() for name, term in terms.items()},
         "tau_probabilistic": ((1 + survival.sum(-1)) * block_used).sum(),
@@ -227,6 +253,7 @@ class _Plan:
     teacher_row: Tensor | None  # [M]
     bias_row: Tensor | None  # [M]
     confidence_logits: Tensor | None  # [M]
+    confidence_factor: Tensor | None  # [M]
     chunk_slots: int
 
     def chunks(self) -> Iterator[tuple[slice, int, int]]:
@@ -264,6 +291,7 @@ def slot_losses(
     bias_weight: Tensor | None = None,
     bias_row: Tensor | None = None,
     confidence_logits: Tensor | None = None,
+    confidence_factor: Tensor | None = None,
 ) -> tuple[Tensor, SlotValues]:
     """Weighted loss of M slots, differentiable in states, both bias factors and the confidence logits.
 
@@ -275,6 +303,7 @@ def slot_losses(
         bias_states, bias_weight: [M, r] and [D, r]; their product is added to the logits after the soft cap.
         bias_row: [M] when slots share bias states, which then have any number of rows: slot m takes row bias_row[m].
         confidence_logits: [M], for the terms that read them.
+        confidence_factor: [M] what the terms of the confidence alone weigh beside `weights`; None: as much.
 
     Returns:
         The scalar loss, in at least float32, and the values of each slot in the order given.
@@ -307,6 +336,7 @@ def slot_losses(
         teacher_row=teacher_row,
         bias_row=None if bias_row is None else bias_row[order],
         confidence_logits=None if confidence_logits is None else confidence_logits.detach()[order],
+        confidence_factor=None if confidence_factor is None else confidence_factor.to(head.compute_dtype)[order],
         chunk_slots=config.chunk_slots or default_chunk_slots(head.draft_size, states.device),
     )
     loss, values = _FusedSlots.apply(
@@ -333,7 +363,9 @@ class _FusedSlots(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(states.device.type, enabled=False):
             values, gradients = _run_chunks(states, bias_states, bias_weight, plan, ctx.needs_input_grad[:4])
-            total = torch.dot(plan.weights.double(), plan.config.total(in_domain(values, torch.float64)))
+            total = torch.dot(
+                plan.weights.double(), plan.config.total(in_domain(values, torch.float64), plan.confidence_factor)
+            )
         ctx.save_for_backward(*gradients)
         inputs = (states, bias_states, bias_weight, confidence_logits)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
@@ -455,6 +487,7 @@ class _Chunk:
         """`logits` and `scratch` [c, D] are overwritten."""
         self._work = logits.sub_(logits.amax(-1, keepdim=True))
         self._scratch, self._config, self._weights = scratch, plan.config, plan.weights[at]
+        self._confidence_factor = None if plan.confidence_factor is None else plan.confidence_factor[at]
         labels = plan.labels[at]
         self._label_known = (labels >= 0).to(logits.dtype)
         self._label_column = labels.clamp(min=0)[:, None]
@@ -549,7 +582,7 @@ class _Chunk:
         known = in_domain(self.values, self.values.ce.dtype)
         leaves = [v.detach().requires_grad_(name in self._config.reads) for name, v in known._asdict().items()]
         with torch.enable_grad():
-            total = self._config.total(SlotValues(*leaves)).sum()
+            total = self._config.total(SlotValues(*leaves), self._confidence_factor).sum()
         slopes = torch.autograd.grad(total, [leaf for leaf in leaves if leaf.requires_grad], allow_unused=True)
         found = iter(slopes)
         each = [next(found) if leaf.requires_grad else None for leaf in leaves]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 
 from dspark.config import MAX_BLOCK_SIZE, DrafterConfig, check_heads
-from dspark.losses.losses import LossConfig, loss_settings, loss_terms
+from dspark.losses.losses import LossConfig, loss_settings, loss_terms, slot_weightings
 from dspark.registry import algorithms
 from pipelines.plugins import load_texts, plugin_texts
 from pipelines.settings.recipes import require_fitting_loss
@@ -261,6 +261,9 @@ class _LossSettings(Section):
     model_config = ConfigDict(extra="allow")  # terms of plugins
 
     position_decay: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 4.0  # slot k from 1: exp(-(k-1)/decay)
+    # d-pace or acceptance: a slot weighs by its chances, and position_decay counts nothing; null: by its place alone.
+    slot_weighting: Annotated[str, AfterValidator(slot_weightings.known)] | None = None
+    soft_ce_warmup_ratio: Share = 0.0  # share of the steps in which soft cross-entropy gives way to the other terms
     chunk_slots: Positive | None = None  # slots whose logits exist at once; null: chosen from the vocabulary
 
     @property

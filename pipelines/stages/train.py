@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.train_group import TrainingFailed, TrainingStopped, run_group
-from dspark.losses.losses import loss_terms
+from dspark.losses.losses import loss_terms, slot_weightings
 from dspark.registry import algorithms, sequential_heads
 from pipelines.drafter_folder import published_config
 from pipelines.errors import UserError, for_the_user
@@ -71,13 +71,15 @@ def drafter_fields(settings: Settings) -> dict[str, Any]:
     """What decides a drafter beside its cache and seed, for an identity."""
     drafter = settings.drafter
     heads = [sequential_heads[drafter.markov_head_type]] if drafter.parts["markov_rank"] else []
-    terms = [loss_terms[name] for name, weight in settings.train.loss if weight and name in loss_terms]
+    loss = settings.train.loss
+    parts = [loss_terms[name] for name, weight in loss if weight and name in loss_terms]
+    parts += [slot_weightings[loss.slot_weighting]] if loss.slot_weighting is not None else []
     return {
         "contract": resolve_target(settings).contract(settings, with_block=True),
         "drafter": drafter.model_dump(mode="json"),
         "initial_weights": weights_identity(drafter.initial_weights),
         "train": settings.train.model_dump(mode="json", exclude=set(HOW_AND_NOT_WHAT)),
-        **plugin_identity(settings.plugins, [algorithms[drafter.algorithm], *heads, *terms]),
+        **plugin_identity(settings.plugins, [algorithms[drafter.algorithm], *heads, *parts]),
     }
 
 

@@ -106,7 +106,7 @@ class StepPlan:
     anchor_rule: AnchorRule
     first_anchor: int = 0  # the drafter's
     block_size: int
-    position_decay: float
+    position_decay: float | None  # None: a step's loss is divided by its blocks
     max_tokens_per_micro_batch: int
     total_steps: int
     shuffle_window: int | None = None  # shards that a shuffle mixes; None: all of them

@@ -155,7 +155,9 @@ class Training:
             asked = time.perf_counter()
             batch = self.loader.batch()
             self._waited += time.perf_counter() - asked
-            loss, sums = self.engine.deepspeed(batch.to(self.engine.device, non_blocking=True), step.normalizer)
+            progress = step.number / self.task.total_steps
+            batch = batch.to(self.engine.device, non_blocking=True)
+            loss, sums = self.engine.deepspeed(batch, step.normalizer, progress)
             self._samples += batch.sample_ids
             if not all(map(math.isfinite, sums.values())):
                 self._bad_samples += batch.sample_ids

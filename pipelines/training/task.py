@@ -62,7 +62,7 @@ def step_plan(settings: Settings, rows: Rows, total_steps: int, first_anchor: in
         anchor_rule=train.anchor_rule,
         first_anchor=first_anchor,
         block_size=settings.drafter.block_size,
-        position_decay=train.loss.position_decay,
+        position_decay=train.loss.position_decay if train.loss.config.slot_weighting is None else None,
         max_tokens_per_micro_batch=train.max_tokens_per_micro_batch,
         total_steps=total_steps,
         shuffle_window=train.shuffle_window,

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from dspark.losses.anchors import anchors_weight
 from dspark.losses.fused_loss import fused_loss, slot_losses, slot_weights
-from dspark.losses.losses import LossConfig, add_sums, loss_terms, metrics_of
+from dspark.losses.losses import LossConfig, add_sums, loss_terms, metrics_of, slot_weightings
 from dspark.losses.micro_batch import MicroBatch, Teacher
 from dspark.losses.output_head import OutputHead, log_normalizers
 from dspark.models.checkpoint import load_drafter
@@ -471,3 +471,110 @@ def test_a_term_that_reads_what_no_slot_has_is_refused_with_the_settings(monkeyp
     monkeypatch.setattr(loss_terms["kl"], "reads", ("js",))
     with pytest.raises(SettingError, match=r"'kl' reads js, which no slot has; a term is a function of ce"):
         LossConfig(kl=0.5)
+
+
+def test_dpace_weights_are_the_derivative_of_the_expected_length() -> None:
+    """Without smoothing: of sum_m q_1 ... q_m in log q_j, by finite differences; with it, the published example."""
+    weighting = slot_weightings["d-pace"]()
+    q, on = torch.tensor([[0.8, 0.6, 0.7]]).double(), torch.ones(1, 3, dtype=torch.bool)
+
+    def expected_length(log_q: Tensor) -> float:
+        return sum(float(log_q[:end].sum().exp()) for end in (1, 2, 3))
+
+    weighting.smoothing = 0.0  # type: ignore[misc]
+    weights = weighting.weights(q, q, on)[0][0]
+    assert weights.tolist() == pytest.approx([1.616, 0.816, 0.336])
+    for slot in range(3):
+        step = torch.zeros(3).double().index_fill_(0, torch.tensor([slot]), 1e-6)
+        slope = (expected_length(q[0].log() + step) - expected_length(q[0].log() - step)) / 2e-6
+        assert weights[slot].item() == pytest.approx(slope, rel=1e-6)
+    smoothed, reached = slot_weightings["acceptance"]().weights(torch.zeros(1, 3).double(), q, on)
+    assert smoothed[0].tolist() == pytest.approx([2.232, 1.332, 0.612])
+    assert reached[0].tolist() == pytest.approx([1, 0.8, 0.48])
+
+
+def test_slot_weights_by_chance_by_hand() -> None:
+    generator = torch.Generator().manual_seed(3)
+    label, acceptance = (torch.rand(6, 4, generator=generator).double() for _ in range(2))
+    lengths = [0, 1, 2, 3, 4, 4]
+    on = torch.arange(4) < torch.tensor(lengths)[:, None]
+    for name, chance in (("d-pace", label), ("acceptance", acceptance)):
+        weights, reached = slot_weightings[name]().weights(label, acceptance, on)
+        for block, length in enumerate(lengths):
+            for slot in range(4):
+                ends = [np.prod([0.5 * chance[block, i].item() + 0.5 for i in range(m + 1)]) for m in range(length)]
+                assert weights[block, slot].item() == pytest.approx(sum(ends[slot:]) if slot < length else 0)
+                before = np.prod(acceptance[block, :slot].tolist())
+                assert reached[block, slot].item() == pytest.approx(before if slot < length else 0)
+
+
+@pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
+@pytest.mark.parametrize("name", ["d-pace", "acceptance"])
+def test_weights_by_chance_equal_the_plain_loss_in_float64(name: str, reduced: bool) -> None:
+    """The weights are constants, made anew from the same distributions; a label outside has no probability."""
+    torch.manual_seed(13)
+    ids = torch.randperm(300)[:130].sort().values if reduced else None
+    drafter, batch = TinyDrafter("vanilla", draft_token_ids=ids).double(), random_batch(7)
+    config = LossConfig(ce=0.3, l1=0.5, soft_ce=0.2, confidence=0.7, slot_weighting=name, chunk_slots=9)
+    states = torch.randn(12, 5, 20).double()
+    on, head = batch.loss_mask, drafter.sequential_head
+    logits = drafter.lm_head(states) + head.bias(head.bias_vectors(states, batch.previous_ids))
+    q = drafter.lm_head(batch.teacher.last_hidden_state.double())[batch.teacher_index].softmax(-1)
+    labels = batch.labels
+    if ids is not None:
+        logits, q = logits[..., ids], q[..., ids]
+        labels = torch.where((hits := labels[..., None] == ids).any(-1), hits.int().argmax(-1), -1)
+    log_p = logits.log_softmax(-1)
+    with torch.no_grad():
+        acceptance = torch.minimum(log_p.exp(), q).sum(-1)
+        chance = log_p.exp().gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels >= 0)
+        weights, reached = config.slot_weighting.weights(chance if name == "d-pace" else acceptance, acceptance, on)
+    confidence = drafter.confidence_logits(states, batch.previous_ids)
+
+    def part(terms: Weights, weight: Tensor) -> Tensor:
+        outside = 1 - q.sum(-1)
+        return weighted_terms(terms, weight[on], log_p[on], q[on], outside[on], labels[on], confidence[on])
+
+    blocks = int(on.any(-1).sum())
+    reference = (part({"ce": 0.3, "l1": 0.5, "soft_ce": 0.2}, weights) + part({"confidence": 0.7}, reached)) / blocks
+    ours = fused_loss(drafter, states, batch, config)
+    trained = [p for p in drafter.parameters() if p.requires_grad]
+    assert ours.loss.item() == pytest.approx(reference.item(), rel=1e-6)
+    assert metrics_of(ours.sums)["loss"] == pytest.approx(ours.loss.item(), rel=1e-6)
+    for mine, theirs in zip(gradients(ours.loss, trained), gradients(reference, trained), strict=True):
+        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
+    halves = torch.zeros(()).double()
+    for chosen in (range(5), range(5, 12)):
+        names = ("previous_ids", "labels", "loss_mask", "teacher_index")
+        piece = replace(batch, **{field: getattr(batch, field)[list(chosen)] for field in names})
+        halves = halves + fused_loss(drafter, states[list(chosen)], piece, config, normalizer=blocks).loss
+    assert halves.item() == pytest.approx(reference.item(), rel=1e-6)
+
+
+def test_a_block_by_chance_counts_once_in_the_normalizer() -> None:
+    mask = np.array([0, 0, 1, 1, 1, 1, 0, 1], dtype=bool)
+    anchors = np.array([1, 2, 4, 5, 6])  # the fourth has no label
+    assert anchors_weight(mask, anchors, 3, None) == 4
+
+
+def test_soft_cross_entropy_gives_way_to_the_other_terms() -> None:
+    config = LossConfig(ce=0.2, l1=0.8, confidence=0.5, soft_ce_warmup_ratio=0.5)
+    assert config.at(0.0).weights == {"soft_ce": 1.0, "confidence": 0.5}
+    assert config.at(0.125).weights == pytest.approx({"soft_ce": 0.75, "ce": 0.05, "l1": 0.2, "confidence": 0.5})
+    assert config.at(0.5) is config
+    assert config.at(1.0) is config
+    assert LossConfig().at(0.0).weights == LossConfig().weights
+    torch.manual_seed(14)
+    drafter, batch, states = TinyDrafter("vanilla").double(), random_batch(8), torch.randn(12, 5, 20).double()
+
+    def loss(config: LossConfig) -> float:
+        return fused_loss(drafter, states, batch, config).loss.item()
+
+    soft = loss(LossConfig(ce=0, l1=0, soft_ce=1, confidence=0.5))
+    assert loss(config.at(0.0)) == pytest.approx(soft, rel=1e-9)
+    assert loss(config.at(0.25)) == pytest.approx((soft + loss(config)) / 2, rel=1e-9)
+
+
+def test_a_slot_weighting_that_there_is_not_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"no slot weighting 'dpace'; did you mean d-pace\?.*slot_weighting"):
+        LossConfig(slot_weighting="dpace")

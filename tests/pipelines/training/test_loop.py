@@ -249,8 +249,8 @@ def not_finite_from(step: int) -> Callable[[], None]:
 
         real = BlockLoss.forward
 
-        def forward(self: BlockLoss, batch: Any, normalizer: float) -> Any:
-            loss, sums = real(self, batch, normalizer)
+        def forward(self: BlockLoss, batch: Any, normalizer: float, progress: float = 1.0) -> Any:
+            loss, sums = real(self, batch, normalizer, progress)
             if "toy-7" in batch.sample_ids and torch.is_grad_enabled():
                 loss = loss * float("nan")
                 sums = {**sums, "ce": float("nan")}
