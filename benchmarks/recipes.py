@@ -44,6 +44,7 @@ RECIPES = {
     "context residual": RESIDUAL,
     "context residual, soft cross-entropy": f"{RESIDUAL} {SOFT_CE}",
     "soft cross-entropy, then L1": "train.loss.soft_ce_warmup_ratio=0.5",
+    "matched initial logits": "drafter.match_initial_logits=true",
     "d-pace": "train.loss.slot_weighting=d-pace",
     "d-pace, cross-entropy": "train.loss.slot_weighting=d-pace train.loss.ce=1 train.loss.l1=0",
     "acceptance": "train.loss.slot_weighting=acceptance",
@@ -126,7 +127,7 @@ class Lengths:
 
     def of(self, *keys: str) -> tuple[float, np.ndarray]:
         """Mean accepted length of the domains, and its bootstrap draws."""
-        tokens, rounds = (sum(each[key] for key in keys) for each in (self._tokens, self._rounds))
+        tokens, rounds = (np.sum([each[key] for key in keys], axis=0) for each in (self._tokens, self._rounds))
         parts = [tokens[group].sum() / rounds[group].sum() for group in self._groups]
         drawn = [
             (draws @ tokens[group]) / (draws @ rounds[group])

@@ -154,7 +154,7 @@ def fused_loss(
         raise DsparkError(
             "a loss term reads the confidence head, which this drafter lacks: set `train.loss.confidence` to 0"
         )
-    inputs = {
+    inputs: dict[str, Any] = {
         "states": at_slots(states),
         "bias_states": bias_states,
         "bias_weight": bias_weight,

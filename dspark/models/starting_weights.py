@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from dspark.config import DrafterConfig, SettingError
+from dspark.losses.micro_batch import Teacher, make_micro_batch
 from dspark.models.base import Drafter
 from dspark.models.checkpoint import load_drafter
 from dspark.registry import algorithms
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 PSEUDO_COUNTS = 0.1  # of a row of bigrams
 NO_START = "cannot start from this target's layers; set drafter.initial_weights=random"
+PROBE_TOKENS = 256
 
 
 def build_drafter(
@@ -37,12 +40,13 @@ def build_drafter(
     dtype: torch.dtype = torch.float32,
     draft_token_ids: Tensor | None = None,
     bigrams: tuple[Tensor, Tensor] | None = None,
+    match_logits: bool = False,
 ) -> Drafter:
     """A drafter that shares the target's embedding and head, on the target's device.
 
     `start` is "random", "target", or the folder of a published drafter with the same settings. `bigrams`: pairs and
     counts (`bigram_counts`) of the text to learn, from which the Markov head starts where the rest
-    starts from the target.
+    starts from the target; with `match_logits` the backbone then starts no louder than that head.
     Raises SettingError when the folder's drafter has other settings, or the target's layers are of another make. On
     torch's meta device all is as elsewhere, but nothing has a value.
     """
@@ -75,7 +79,40 @@ def build_drafter(
     if start == "target" and bigrams is not None and drafter.sequential_head is not None:
         head, columns = drafter.sequential_head, config.markov_rank - config.reserves_markov_column
         initialize_from_bigrams(head.markov_w1, head.markov_w2, *bigrams, columns=columns, seed=seed)
+        if match_logits:
+            match_initial_logits(drafter, target, *bigrams)
     return drafter
+
+
+@torch.no_grad()
+def match_initial_logits(drafter: Drafter, target: Target, pairs: Tensor, counts: Tensor) -> float:
+    """Scale the final norm down until the backbone's logits vary over the vocabulary no more than the head's bias.
+
+    A copied layer that reads mask tokens says little, and says it loudly: its logits drown those of the bigrams. Both
+    standard deviations are means over slots of blocks on the most frequent pairs, strung together. Gives the factor,
+    at most 1.
+    """
+    head, count = drafter.sequential_head, min(PROBE_TOKENS // 2, len(counts))
+    assert head is not None
+    ids = pairs[:, counts.topk(count).indices].T.flatten().cpu()
+    captured = target.capture(ids[None])
+    probe = SimpleNamespace(
+        sample_id="probe",
+        input_ids=ids,
+        spans=((1, len(ids)),),
+        features=captured.features[0].cpu(),
+        teacher_positions=torch.arange(len(ids)),
+        teacher=Teacher(last_hidden_state=captured.last_hidden_state[0].cpu()),
+    )
+    anchors = torch.arange(1, len(ids) - 1, drafter.block_size).numpy()
+    batch = make_micro_batch([cast(Any, probe)], [anchors], drafter.block_size).to(drafter.device)
+    states, weights = drafter.block_states(batch), drafter.output_weights()
+    logits = nn.functional.linear(states, weights.head)
+    bias = head.bias(head.bias_vectors(states, batch.previous_ids), weights.bias)
+    spread, wanted = (float(part.float().std(-1).mean()) for part in (logits, bias))
+    factor = min(1.0, wanted / max(spread, 1e-12))
+    drafter.norm.weight.mul_(factor)
+    return factor
 
 
 @torch.no_grad()

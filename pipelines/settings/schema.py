@@ -225,6 +225,9 @@ class DrafterSettings(Section):
     options: dict[str, Any] = Field(default={})  # settings that only this algorithm has
     initial_weights: str = Field(default="target", min_length=1)  # random, target, or a published drafter's folder
 
+    # The final norm starts scaled down, so that the backbone's first logits vary no more than the bigrams' do.
+    match_initial_logits: bool = False
+
     @property
     def parts(self) -> dict[str, Any]:
         """The fields of `DrafterConfig` that these settings decide; what the algorithm has not is off."""

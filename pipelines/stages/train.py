@@ -72,7 +72,7 @@ def drafter_fields(settings: Settings) -> dict[str, Any]:
     drafter = settings.drafter
     heads = [sequential_heads[drafter.markov_head_type]] if drafter.parts["markov_rank"] else []
     loss = settings.train.loss
-    parts = [loss_terms[name] for name, weight in loss if weight and name in loss_terms]
+    parts: list[Any] = [loss_terms[name] for name, weight in loss if weight and name in loss_terms]
     parts += [slot_weightings[loss.slot_weighting]] if loss.slot_weighting is not None else []
     return {
         "contract": resolve_target(settings).contract(settings, with_block=True),

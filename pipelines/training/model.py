@@ -50,6 +50,7 @@ def make_drafter(task: TrainingTask, cache: TargetCache) -> Drafter:
         seed=settings.run.seed,
         draft_token_ids=drafted,
         bigrams=bigram_counts(previous, following, config.vocab_size),
+        match_logits=settings.drafter.match_initial_logits,
     )
     if cache.projection is not None and cache.unprojection is not None:
         merge_projection(drafter, cache.projection, cache.unprojection)

@@ -2,17 +2,18 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from small_models import config_for, tiny_target
+from small_models import config_for, extend_context, tiny_target
 
 from dspark.config import SettingError
 from dspark.decoding.decoder import Decoder, Request, SamplingConfig
 from dspark.manifest import CheckpointError
 from dspark.models.checkpoint import load_drafter, save_drafter
 from dspark.models.draft_vocabulary import engine_mapping, most_frequent_tokens
-from dspark.models.starting_weights import build_drafter
+from dspark.models.starting_weights import PROBE_TOKENS, bigram_counts, build_drafter, match_initial_logits
 
 
 def test_context_keys_are_those_of_the_target_layer() -> None:
@@ -149,3 +150,34 @@ def test_eagle3_drafts_within_its_vocabulary(temperature: float) -> None:
         assert all(found[name].output_ids == plain[name].output_ids for name in plain)
     with pytest.raises(SettingError, match=r"5 draft tokens given.*drafter\.draft_vocab_size"):
         drafter.restrict_vocabulary(torch.arange(5))
+
+
+@pytest.mark.parametrize("overrides", [{}, {"draft_vocab_size": 40}])
+def test_the_backbone_starts_no_louder_than_the_bigrams(overrides: dict[str, Any]) -> None:
+    """The means of both spreads, block by block; and nothing is scaled up."""
+    target, generator = tiny_target("llama"), torch.Generator().manual_seed(0)
+    text = torch.randint(0, 40, (600,), generator=generator)
+    bigrams = bigram_counts(text[:-1], text[1:], 97)
+    drafted = torch.arange(40) if overrides.get("draft_vocab_size") else None
+    config = config_for(target, **overrides)
+    loud, matched = (
+        build_drafter(config, target, draft_token_ids=drafted, bigrams=bigrams, match_logits=match)
+        for match in (False, True)
+    )
+    factor = (matched.norm.weight / loud.norm.weight).mean().item()
+    torch.testing.assert_close(matched.norm.weight, loud.norm.weight * factor)
+    ids = bigrams[0][:, bigrams[1].topk(PROBE_TOKENS // 2).indices].T.flatten()
+    hidden_states, spreads = target.capture(ids[None]).features[0], []
+    head, weights = matched.sequential_head, matched.output_weights()
+    for anchor in range(1, len(ids) - 1, matched.block_size):
+        cache = matched.new_cache(1)
+        extend_context(matched, cache, hidden_states[None, :anchor], [anchor], [0])
+        states = matched.draft_states(ids[None, anchor], torch.tensor([anchor]), cache)[0]
+        for slot in range(min(matched.block_size, len(ids) - anchor)):
+            vector = head.bias_vectors(states[None, None, slot], ids[None, None, anchor + slot])[0, 0]
+            bias = weights.bias @ vector
+            spreads.append((float((weights.head @ states[slot]).std()), float(bias.std())))
+    ours, theirs = torch.tensor(spreads).mean(0).tolist()
+    assert factor < 1
+    assert ours == pytest.approx(theirs, rel=0.05)
+    assert match_initial_logits(matched, target, *bigrams) == pytest.approx(1, rel=1e-4)
