@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dspark.errors import DsparkError
-from dspark.losses.losses import NORMALIZER_EPSILON, TINY, LossConfig, SlotValues, loss_terms
+from dspark.losses.losses import NORMALIZER_EPSILON, TINY, LossConfig, SlotValues, SlotWeighting, loss_terms
 from dspark.losses.micro_batch import MicroBatch, Teacher
 from dspark.losses.output_head import (
     OutputHead,
@@ -154,43 +155,41 @@ def fused_loss(
         raise DsparkError(
             "a loss term reads the confidence head, which this drafter lacks: set `train.loss.confidence` to 0"
         )
-    inputs: dict[str, Any] = {
-        "states": at_slots(states),
-        "bias_states": bias_states,
-        "bias_weight": bias_weight,
-        "confidence_logits": confidence_logits,
-    }
-    constants: dict[str, Any] = {
-        "head": head,
-        "config": config,
-        "labels": at_slots(batch.labels),
-        "teacher": batch.teacher,
-        "teacher_row": at_slots(batch.teacher_index),
-        "bias_row": bias_row,
-    }
+    evaluate = partial(
+        slot_losses,
+        head=head,
+        config=config,
+        labels=at_slots(batch.labels),
+        teacher=batch.teacher,
+        teacher_row=at_slots(batch.teacher_index),
+        bias_states=bias_states,
+        bias_weight=bias_weight,
+        bias_row=bias_row,
+        confidence_logits=confidence_logits,
+    )
     used, factor = at_slots(weights), None
     if config.slot_weighting is not None:
-        fixed = {name: None if tensor is None else tensor.detach() for name, tensor in inputs.items()}
-        _, values = slot_losses(**fixed, **constants, weights=used)
-        used, factor = _weights_by_chance(values, batch.loss_mask, chosen, constants["labels"], config, head)
-    total, values = slot_losses(**inputs, **constants, weights=used, confidence_factor=factor)
+        with torch.no_grad():
+            _, values = evaluate(at_slots(states), weights=used)
+            used, factor = _weights_by_chance(values, batch, chosen, config.slot_weighting, head)
+    total, values = evaluate(at_slots(states), weights=used, confidence_factor=factor)
     sums = _sums(batch, weights, chosen, total.detach(), values, config, confidence_logits is not None)
     divisor = (sums["normalizer"] if normalizer is None else normalizer) + NORMALIZER_EPSILON
     return LossResult(loss=total / divisor, sums=sums)
 
 
 def _weights_by_chance(
-    values: SlotValues, loss_mask: Tensor, chosen: Tensor, labels: Tensor, config: LossConfig, head: OutputHead
+    values: SlotValues, batch: MicroBatch, chosen: Tensor, weighting: SlotWeighting, head: OutputHead
 ) -> tuple[Tensor, Tensor]:
-    """By `config.slot_weighting`: weights [M] of the slots `chosen` [M], and the confidence's in proportion to them."""
-    known = torch.ones_like(values.ce) if head.draft_index is None else (head.draft_index[labels] >= 0).to(values.ce)
+    """Weights [M] of the slots `chosen` [M], and the confidence's in proportion to them."""
+    mask, probability = batch.loss_mask, (-values.ce).exp()
+    if head.draft_index is not None:
+        probability = probability * (head.draft_index[batch.labels.flatten()[chosen]] >= 0)
 
     def at_blocks(slot_values: Tensor) -> Tensor:
-        return slot_values.new_ones(loss_mask.numel()).index_copy_(0, chosen, slot_values).view(loss_mask.shape)
+        return slot_values.new_ones(mask.numel()).index_copy_(0, chosen, slot_values).view(mask.shape)
 
-    assert config.slot_weighting is not None
-    label_probability, acceptance = at_blocks((-values.ce).exp() * known), at_blocks(values.acceptance.clamp(min=0))
-    both = config.slot_weighting.weights(label_probability, acceptance, loss_mask)
+    both = weighting.weights(at_blocks(probability), at_blocks(values.acceptance.clamp(min=0)), mask)
     weights, reached = (part.flatten()[chosen] for part in both)
     return weights, reached / weights
 
@@ -255,6 +254,7 @@ class _Plan:
     confidence_logits: Tensor | None  # [M]
     confidence_factor: Tensor | None  # [M]
     chunk_slots: int
+    differentiate: bool  # autograd asks for gradients of inputs that have them, without grad mode too
 
     def chunks(self) -> Iterator[tuple[slice, int, int]]:
         """Slots of each chunk, and the range of teacher rows that they read."""
@@ -338,6 +338,7 @@ def slot_losses(
         confidence_logits=None if confidence_logits is None else confidence_logits.detach()[order],
         confidence_factor=None if confidence_factor is None else confidence_factor.to(head.compute_dtype)[order],
         chunk_slots=config.chunk_slots or default_chunk_slots(head.draft_size, states.device),
+        differentiate=torch.is_grad_enabled(),
     )
     loss, values = _FusedSlots.apply(
         states[order],
@@ -362,7 +363,8 @@ class _FusedSlots(torch.autograd.Function):
         plan: _Plan,
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(states.device.type, enabled=False):
-            values, gradients = _run_chunks(states, bias_states, bias_weight, plan, ctx.needs_input_grad[:4])
+            needs_grad = tuple(plan.differentiate and needed for needed in ctx.needs_input_grad[:4])
+            values, gradients = _run_chunks(states, bias_states, bias_weight, plan, needs_grad)
             total = torch.dot(
                 plan.weights.double(), plan.config.total(in_domain(values, torch.float64), plan.confidence_factor)
             )
