@@ -9,8 +9,8 @@
 
 What is done is not done again: the same command goes on where it stopped.
 
-    python benchmarks/recipes.py configs/quickstart.yaml --work FOLDER --output OUT.json
-        [--recipes NAME ...] [--seeds 0 1] [--prompts 48] [--recipe 'NAME=KEY=VALUE KEY=VALUE']
+    python benchmarks/recipes.py configs/quickstart.yaml [KEY=VALUE ...] --output OUT.json
+        [--recipes NAME ...] [--seeds 0 1] [--prompts 48 48] [--threads 1] [--work runs/recipes]
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def decode(options: argparse.Namespace, key: str, drafter: Path) -> None:
 
 
 class Lengths:
-    """Committed tokens and rounds of each prompt at a temperature, by recipe, seeds pooled.
+    """Committed tokens and rounds of each prompt at a temperature, by recipe and seed.
 
     Prompts that a recipe and seed has not decoded count for none.
     """
@@ -142,11 +142,11 @@ def summary(options: argparse.Namespace) -> dict[str, Any]:
     EventLog(str(folder), {}).merge()
     events, rows = columns(read_events(folder / "events-all.parquet")), []
     keys = {name: [f"{name}/{seed}" for seed in options.seeds] for name in options.recipes}
+    first = options.recipes[0]
     for temperature in sorted(set(events["temperature"])):
-        lengths = Lengths(events, temperature, [key for each in keys.values() for key in each])
-        base, base_draws = lengths.of(*keys[options.recipes[0]])
         for name in options.recipes:
-            value, draws = lengths.of(*keys[name])
+            lengths = Lengths(events, temperature, [*dict.fromkeys(keys[first] + keys[name])])
+            (base, base_draws), (value, draws) = lengths.of(*keys[first]), lengths.of(*keys[name])
             low, high = np.quantile(draws / base_draws - 1, [0.025, 0.975])
             rows.append(
                 {
@@ -155,6 +155,7 @@ def summary(options: argparse.Namespace) -> dict[str, Any]:
                     "temperature": float(temperature),
                     "prompts": lengths.prompts,
                     "accepted_length": round(value, 4),
+                    f"accepted_length_of_{first}": round(base, 4),
                     "by_seed": {key.rpartition("/")[2]: round(lengths.of(key)[0], 4) for key in keys[name]},
                     "against_first": round(value / base - 1, 4),
                     "interval_95": [round(float(low), 4), round(float(high), 4)],
@@ -172,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="a settings file whose run has a finished cache")
     parser.add_argument("override", nargs="*", help="KEY=VALUE for every recipe")
-    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--work", type=Path, default=Path("runs/recipes"), help="drafters and rounds")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), metavar="NAME", help=f"of {', '.join(RECIPES)}")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])

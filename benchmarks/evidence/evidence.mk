@@ -4,7 +4,7 @@ HELPERS  := tests/dspark:tests/pipelines:tests/pipelines/training:tests/storage
 EVIDENCE := PYTHONPATH=$(HELPERS) OMP_NUM_THREADS=1 $(BIN)/python benchmarks/evidence
 STORED   := --output docs/evidence
 
-.PHONY: losslessness scheduler-evidence starting-weights kill-sweep cache-kill-sweep cache-evidence
+.PHONY: losslessness scheduler-evidence starting-weights training-recipes kill-sweep cache-kill-sweep cache-evidence
 .PHONY: training-kill-sweep elastic-group codec-evidence codec-speeds test-engines
 
 # 200,000 sequences a case: about twenty minutes on one core.
@@ -17,6 +17,11 @@ scheduler-evidence: environment
 # Random weights against the target's own, for each kind of drafter; needs the quickstart's cache (`dspark cache`).
 starting-weights: environment
 	$(BIN)/python benchmarks/starting_weights.py configs/quickstart.yaml $(STORED)/starting-weights.json
+
+# One setting of the training changed at a time; needs the quickstart's cache. About seven minutes of one quiet core for a
+# recipe and seed.
+training-recipes: environment
+	$(BIN)/python benchmarks/recipes.py configs/quickstart.yaml $(STORED)/recipes.json
 
 # One run killed with -9 at ten random moments and finished, compared with an undisturbed one.
 kill-sweep: environment
