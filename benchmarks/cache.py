@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from dspark.decoding.target_tail import TargetTail
 from dspark.models.checkpoint import load_drafter
-from pipelines.data.chat import generated_sample
+from pipelines.data.answers import generated_sample
 from pipelines.settings import Settings, load_settings
 from pipelines.stages.capture import CaptureWorker, Conversation, teacher_row
 from pipelines.stages.pilot_candidates import FeatureComparison
@@ -112,7 +112,8 @@ class Bench:
         found = []
         recorded = list(read_conversations(Folder(f"{self.settings.run.directory}/conversations")))
         for row in recorded[:: max(1, len(recorded) // count)]:
-            ids, spans = generated_sample(row["prompt_ids"], row["response_ids"], self.settings.cache.max_length)
+            limit = self.settings.cache.max_length
+            ids, spans = generated_sample(row["prompt_ids"], row["response_ids"], limit, spans=row.get("spans"))
             found.append(Conversation(sample_id=str(row["id"]), input_ids=ids, spans=spans, extra={}))
         return found
 

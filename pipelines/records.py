@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipelines.errors import UserError
 from pipelines.json_files import parse_row
@@ -78,7 +78,14 @@ class StageRecord(Record):
 
 class Message(Record):
     role: str
-    content: str
+    content: str | None
+    tool_calls: Any = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message without content and tool calls")
+        return self
 
 
 class ConversationRow(Record):
@@ -91,6 +98,16 @@ class ConversationRow(Record):
     response_ids: list[TokenId]
     thinking: Any
     finish_reason: Any
+    spans: Annotated[list[Annotated[list[int], Field(min_length=2, max_length=2)]], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _spans_are_of_the_tokens(self) -> ConversationRow:
+        edges, tokens = [edge for span in self.spans or () for edge in span], len(self.prompt_ids + self.response_ids)
+        if edges != sorted(edges) or any(start == end for start, end in self.spans or ()):
+            raise ValueError("spans are not in rising order")
+        if edges and (edges[0] < 0 or edges[-1] > tokens):
+            raise ValueError(f"spans leave the row's {tokens} tokens")
+        return self
 
 
 class AnswerRow(ConversationRow):

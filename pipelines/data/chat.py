@@ -6,8 +6,10 @@ the generation prompt supplies (an empty `<think></think>` among them) belong to
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jinja2.exceptions import TemplateError
 
 from dspark.decoding.decoder import Request
+from pipelines.data.messages import REASONING
 from pipelines.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
-Span = tuple[int, int]
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # what marks a template's answers
 CLOCK = "strftime_now"  # what a chat template calls to learn the date
 DIRECTIVES = [*(f"%-{letter}" for letter in "dmHIMSjy"), *(f"%{letter}" for letter in "aAbBcdHIjmMpSUwWxXyYZz")]
 # `strftime_now` as a macro: the format with every directive replaced. The line's end is no part of the template.
@@ -71,11 +74,15 @@ def render_text(
     tools: Tools = (),
     now: datetime | None = None,
     tokenize: bool = False,
+    answered: bool = False,
+    **options: Any,
 ) -> Any:
     """The conversation up to where the target begins to answer, as the template writes it.
 
     Args:
         row: the conversation's place, for messages.
+        answered: the last message is the answer, and nothing begins after it.
+        options: more for `apply_chat_template`.
         tools: JSON schemas, for templates that show them.
         now: what the template takes for the time; None asks the clock.
         tokenize: give its token ids instead.
@@ -89,15 +96,14 @@ def render_text(
         )
     schemas: Any = [dict(tool) for tool in tools] or None
     template = tokenizer.get_chat_template(None, schemas)
+    clocked = template if now is None or CLOCK not in template else _clock(now) + template
+    options = {"return_dict": False, "enable_thinking": thinking, "tools": schemas, "tokenize": tokenize, **options}
+    said = fit_messages(messages, template)
     try:
+        if any("tool_calls" in message for message in said):
+            said = _fit_calls(tokenizer, said, {**options, "chat_template": clocked})
         return tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=schemas,
-            chat_template=template if now is None or CLOCK not in template else _clock(now) + template,
-            tokenize=tokenize,
-            return_dict=False,
-            add_generation_prompt=True,
-            enable_thinking=thinking,
+            said, chat_template=clocked, add_generation_prompt=not answered, **options
         )
     except (TemplateError, TypeError) as error:  # TypeError: the template adds up what this row lacks
         raise TemplateRefuses(
@@ -105,15 +111,51 @@ def render_text(
         ) from error
 
 
+def fit_messages(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
+    """Messages with the keys and roles that the template knows.
+
+    A thought goes under each name that the template asks for, and a developer speaks as the system where the template
+    has no such role.
+    """
+    names = [name for name in REASONING if name in template]
+    fitted = []
+    for message in messages:
+        said = dict(message)
+        if (thought := said.get("reasoning_content")) is not None:
+            said.update(dict.fromkeys(names, thought))
+        if said["role"] == "developer" and "developer" not in template:
+            said["role"] = "system"
+        fitted.append(said)
+    return fitted
+
+
+def _fit_calls(tokenizer: PreTrainedTokenizerBase, said: list[dict[str, Any]], options: dict[str, Any]) -> Any:
+    """The arguments of tool calls as an object, or as a text of JSON where the template does not write objects so."""
+    as_text = copy.deepcopy(said)
+    written = []
+    for message in as_text:
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            if not isinstance(function["arguments"], str):
+                written.append(str(function["arguments"]))
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    try:
+        text = tokenizer.apply_chat_template(said, **{**options, "tokenize": False, "return_dict": False})
+    except (TemplateError, TypeError):
+        return as_text
+    return as_text if any("'" in shown and shown in text for shown in written) else said
+
+
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, row: str = "this row", **options: Any
-) -> list[int]:
-    """The token ids of what `render_text` gives."""
-    found = [int(token) for token in render_text(tokenizer, messages, row=row, tokenize=True, **options)]
+) -> Any:
+    """The token ids of what `render_text` gives; with `return_dict`, what transformers gives."""
+    found = render_text(tokenizer, messages, row=row, tokenize=True, **options)
+    ids = list(found["input_ids"] if options.get("return_dict") else found)
     bos = tokenizer.bos_token_id
-    if bos is not None and found[:2] == [bos, bos]:
+    if bos is not None and ids[:2] == [bos, bos]:
         raise UserError(f"{row}: the chat template of {_template(tokenizer)} begins with two BOS tokens ({bos})")
-    return found
+    return found if options.get("return_dict") else ids
 
 
 def render_turn(
@@ -123,8 +165,12 @@ def render_turn(
     settings: Settings,
     *,
     tokenize: bool = True,
+    **options: Any,
 ) -> Any:
-    """Ids (or text) of a prompt's conversation so far, rendered as everything in this run is."""
+    """Ids (or text) of a prompt's conversation so far, rendered as everything in this run is.
+
+    `options` are those of `render_text`.
+    """
     render = render_prompt if tokenize else render_text
     return render(
         tokenizer,
@@ -133,6 +179,7 @@ def render_turn(
         row=prompt.place or prompt.prompt_id,
         tools=prompt.tools,
         now=settings.data.render_time,
+        **options,
     )
 
 
@@ -178,19 +225,6 @@ def answer_message(
             pass
     kept = output_ids[:-1] if output_ids and output_ids[-1] in stop_token_ids else output_ids
     return {"role": "assistant", "content": tokenizer.decode(list(kept))}
-
-
-def generated_sample(
-    prompt_ids: Sequence[int], response_ids: Sequence[int], max_length: int, *, row: str = "this row"
-) -> tuple[list[int], list[Span]]:
-    """Ids and the one span of labels of an answer that the target wrote, cut to `max_length`.
-
-    What is kept of the answer stays a label. The span is empty (no span) when the prompt alone fills the length.
-    """
-    if not prompt_ids:
-        raise UserError(f"{row}: there is no prompt before the answer, so every token would be supervised")
-    ids = [*prompt_ids, *response_ids][:max_length]
-    return ids, [(len(prompt_ids), len(ids))] if len(ids) > len(prompt_ids) else []
 
 
 def _template(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,9 +1,8 @@
 """Prompts: where they come from, what they say, and which split they belong to.
 
-A row has `conversations` or `messages` (`role`/`content`, or ShareGPT's `from`/`value`), or `turns` (the user's words,
-in order); beside them it may have `id`, `domain` and `tools`. A column that is null is one that is not there. Answers
-in a row are not read: the target writes its own. A row without a question is left out and counted; one that cannot be
-read is an error, or left out and counted too (`data.on_bad_row`).
+`messages.py` lists the shapes that a row may have; beside them it may have `id` and `domain`. Answers in a row are not
+read: the target writes its own. Tool calls that have results stay. A row without a question is left out and counted;
+one that cannot be read is an error, or left out and counted too (`data.on_bad_row`).
 """
 
 from __future__ import annotations
@@ -21,26 +20,24 @@ from typing import Any, Literal
 
 from pipelines.data.benchmarks import BENCHMARKS, Benchmark
 from pipelines.errors import UserError
-from pipelines.json_files import parse_json, parse_row, read_lines
+from pipelines.data.messages import Message, is_call, read_messages, read_tools, value_of
+from pipelines.json_files import parse_row, read_lines
 from pipelines.settings.schema import PromptSource
 
-Message = dict[str, Any]
 Row = tuple[str, dict[str, Any] | UserError]  # its place, and what it holds or why it cannot be read
-ROLES = {
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "function_call"), "assistant"),
-    **dict.fromkeys(("tool", "function", "observation"), "tool"),
-    "system": "system",
-}
 DEMONSTRATION, HUB, BENCHMARK = "demonstration:", "hub:", "benchmark:"
 NO_QUESTION, BAD_ROW = "left out: no question", "left out: could not be read"
 IN_ANOTHER_SPLIT = "left out: a question stands in the calibration or evaluation prompts"
-CUT_AT_TOOL = "cut before a tool's result, which the target's own answer did not ask for"
+CUT_AT_TOOL = "cut before a tool's result, which no call of the row asked for"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What is asked. Each of `turns` is what is said before one answer: a question, and system messages before it."""
+    """What is asked. Each of `turns` is what is said before one answer.
+
+    That is a question with system messages before it, and after it the tool calls of the row with their results, which
+    stay as they are: the results answer no other calls.
+    """
 
     prompt_id: str
     domain: str
@@ -55,12 +52,22 @@ class Prompt:
         return self.turns[0]
 
     @property
+    def question(self) -> str:
+        """The first one."""
+        return str(next(message["content"] for message in self.turns[0] if message["role"] == "user"))
+
+    @property
     def questions(self) -> list[str]:
         """Every question, without what spaces and capitals make different."""
-        return [" ".join(turn[-1]["content"].split()).lower() for turn in self.turns]
+        asked = [message["content"] for turn in self.turns for message in turn if message["role"] == "user"]
+        return [" ".join(question.split()).lower() for question in asked]
+
+    def count_answers(self) -> int:
+        """The row's tool calls, and one answer a turn."""
+        return len(self.turns) + sum(message["role"] == "assistant" for turn in self.turns for message in turn)
 
     def request_id(self, turn: int) -> str:
-        """The name of the answer to a turn, counted from 0; `read_prompts` refuses ids that would share one."""
+        """The name of an answer, counted from 0; `read_prompts` refuses ids that would share one."""
         return self.prompt_id if turn == 0 else f"{self.prompt_id}/turn-{turn + 1}"
 
     def to_row(self) -> dict[str, Any]:
@@ -129,7 +136,7 @@ def read_prompts(
                 if prompt is not None:
                     if source.turns == "first" or (source.turns is None and source.source.startswith(BENCHMARK)):
                         prompt = replace(prompt, turns=prompt.turns[:1])
-                    prompt = replace(prompt, domain=source.domain or str(_value(row, "domain") or facts["domain"]))
+                    prompt = replace(prompt, domain=source.domain or str(value_of(row, "domain") or facts["domain"]))
                     if not prompt.prompt_id:
                         prompt = replace(prompt, prompt_id=_name_by_content(prompt, facts["name"], same))
                     _take_names(prompt, names)
@@ -166,8 +173,8 @@ def _name_by_content(prompt: Prompt, source: str, same: Counter[str]) -> str:
 
 
 def _take_names(prompt: Prompt, names: dict[str, str]) -> None:
-    own = [prompt.request_id(turn) for turn in range(len(prompt.turns))]
-    if taken := [name for name in own if name in names]:
+    wanted = [prompt.request_id(number) for number in range(prompt.count_answers())]
+    if taken := [name for name in wanted if name in names]:
         raise UserError(
             f"{prompt.place}: two prompts have the id {taken[0]!r}, which an answer of {names[taken[0]]} has already; "
             "ids must differ"
@@ -185,92 +192,41 @@ def prompt_from_row(
     """
     turns: list[tuple[Message, ...]] = []
     before: list[Message] = []
-    for message in _messages(row, place):
-        if message["role"] == "tool":
-            note(CUT_AT_TOOL)
-            break
-        if message["role"] != "assistant" and message["content"].strip():
+    messages = read_messages(row, place)
+    answered = False
+    for message, following in zip(messages, [*messages[1:], None], strict=True):
+        if message["role"] == "assistant":
+            called = following is not None and following["role"] == "tool"
+            if called and turns and not answered:
+                if message["content"] is None and not is_call(message):
+                    raise UserError(f"{place}: the content of a tool call is neither a text nor `tool_calls`")
+                turns[-1] += (*before, message)
+                before = []
+            answered = answered or not called
+        elif message["role"] == "tool":
+            if answered or not turns or turns[-1][-1]["role"] == "user":
+                note(CUT_AT_TOOL)
+                break
+            turns[-1] += (message,)
+        elif (message["content"] or "").strip():
             before.append(message)
         elif message["role"] == "user" and not turns:
             break
         if message["role"] == "user" and before:
             turns.append(tuple(before))
-            before = []
+            before, answered = [], False
     if not turns:
         note(NO_QUESTION)
         return None
-    name = _value(row, "id")
+    name = value_of(row, "id")
     return Prompt(
         prompt_id="" if name is None else str(name),
-        domain=str(_value(row, "domain") or "general"),
+        domain=str(value_of(row, "domain") or "general"),
         split=split,
         turns=tuple(turns),
-        tools=_tools(row, place),
+        tools=read_tools(row, place),
         place=place,
     )
-
-
-def _value(row: Mapping[str, Any], *names: str) -> Any:
-    """The first of these columns that is there and not null."""
-    return next((row[name] for name in names if row.get(name) is not None), None)
-
-
-def _messages(row: Mapping[str, Any], place: str) -> list[Message]:
-    if (turns := _value(row, "turns")) is not None:
-        if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
-            raise UserError(f"{place}: `turns` must be a list of texts, found {str(turns)[:80]!r}")
-        return [{"role": "user", "content": turn} for turn in turns]
-    found = _value(row, "conversations", "messages")
-    if not isinstance(found, list):
-        raise UserError(
-            f"{place}: a row needs `conversations` or `turns`; it has {', '.join(map(str, row)) or 'nothing'}"
-        )
-    return [_message(message, place) for message in found]
-
-
-def _message(found: Any, place: str) -> Message:
-    role = ROLES.get(str(_value(found, "role", "from")), "") if isinstance(found, dict) else ""
-    content = _text(_value(found, "content", "value")) if role else None
-    if role in ("assistant", "tool"):
-        content = ""  # not read
-    if content is None:
-        raise UserError(
-            f"{place}: a message needs a role (system, user, assistant or tool) and a text, or a list of texts, as "
-            f"content, found {str(found)[:80]!r}"
-        )
-    return {"role": role, "content": content}
-
-
-def _text(content: Any) -> str | None:
-    """A text, or text parts joined; None for anything else."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        return None
-    parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-    texts = [part for part in parts if isinstance(part, str)]
-    return "".join(texts) if len(texts) == len(parts) else None
-
-
-def _tools(row: Mapping[str, Any], place: str) -> tuple[dict[str, Any], ...]:
-    """The row's tools as JSON schemas; a data set may keep them as a text, and fill up their keys with nulls."""
-    tools = _value(row, "tools")
-    if isinstance(tools, str):
-        tools = parse_json(tools.encode(errors="surrogatepass"), f"{place}: `tools`") if tools.strip() else None
-    tools = [] if tools is None else _without_nulls(tools)
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UserError(f"{place}: `tools` must be a list of JSON schemas, found {str(tools)[:80]!r}")
-    try:
-        json.dumps(tools)
-    except TypeError as error:
-        raise UserError(f"{place}: `tools` must be a list of JSON schemas: {error}") from None
-    return tuple(tools)
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _open(source: PromptSource) -> tuple[Iterator[Row], dict[str, Any]]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from pipelines.data.answers import supervised_tokens
 from pipelines.errors import UserError
 from pipelines.evaluation import figures, quality
 from pipelines.evaluation.round_log import COMPLETION_SCHEMA, EVENT_SCHEMA
@@ -223,7 +224,7 @@ def conversation_summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         generator = row.get("generator") or {}
         name = generator.get("target") or generator.get("name") if isinstance(generator, Mapping) else generator
         counts["generator"][str(name or "unknown")] += 1
-        answer_tokens += len(row.get("response_ids") or ())
+        answer_tokens += supervised_tokens(row)
         said = row.get("conversations") or []
         asked = [turn["content"] for turn in said if turn["role"] != "assistant"]
         prompts.append(json.dumps([row.get("id"), asked], ensure_ascii=False))

@@ -18,6 +18,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from dspark.decoding.target import TargetError
+from pipelines.data.answers import supervised_tokens
 from pipelines.data.conversations import Prompt, evenly_spaced
 from pipelines.errors import UserError
 from pipelines.progress import Reporter, byte_size, duration
@@ -108,7 +109,7 @@ def _answers(worker: CaptureWorker, prompts: Sequence[Prompt], reporter: Reporte
             chosen = prompts[start : start + size]
             rows += answer(decoder, worker.target.tokenizer, chosen, settings, worker.spec)
             task.advance(len(chosen))
-    return [cut_row(row, settings.cache.max_length) for row in rows if row["response_ids"]]
+    return [cut_row(row, settings.cache.max_length) for row in rows if supervised_tokens(row)]
 
 
 def sample_codecs(worker: CaptureWorker, rows: Sequence[CacheRow]) -> SampleCodecs:

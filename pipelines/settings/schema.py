@@ -118,7 +118,8 @@ class DataSettings(Section):
     train: tuple[PromptSource, ...] = (PromptSource(source="demonstration:train"),)
     calibration: tuple[PromptSource, ...] = (PromptSource(source="demonstration:calibration"),)
     evaluation: tuple[PromptSource, ...] = (PromptSource(source="demonstration:evaluation"),)
-    min_supervised_tokens: Annotated[int, Field(ge=0)] = 14  # shorter answers are dropped and counted
+    mask_history: bool = False  # train on the last answer of a conversation only, instead of on all of them
+    min_supervised_tokens: Annotated[int, Field(ge=0)] = 14  # rows with fewer are dropped and counted
     on_bad_row: Literal["error", "skip"] = "error"  # a row that cannot be read or rendered; skip: left out and counted
     render_time: datetime | None = None  # what a chat template takes for the time; null: when the run began
 

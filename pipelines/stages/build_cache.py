@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipelines.data.chat import generated_sample
+from pipelines.data.answers import generated_sample, supervised_tokens
 from pipelines.data.conversations import evenly_spaced
 from pipelines.errors import UserError
 from pipelines.plugins import plugin_identity
@@ -202,7 +202,7 @@ def plan_cache(
     for row in read_conversations(conversations):
         length = len(row["prompt_ids"]) + len(row["response_ids"])
         longest = max(longest, length)
-        if not row["response_ids"]:
+        if not supervised_tokens(row):
             skipped["empty"].append(row["id"])
             continue
         conversation = cut_row(row, limit)
@@ -240,7 +240,9 @@ def plan_cache(
 
 def cut_row(row: Mapping[str, Any], max_length: int) -> Conversation:
     """What is captured of a row of the conversations: its first tokens, and which of them the target answered."""
-    ids, spans = generated_sample(row["prompt_ids"], row["response_ids"], max_length, row=row["id"])
+    ids, spans = generated_sample(
+        row["prompt_ids"], row["response_ids"], max_length, spans=row.get("spans"), row=row["id"]
+    )
     extra = {key: row[key] for key in ("domain", "thinking", "finish_reason")}
     return Conversation(sample_id=row["id"], input_ids=ids, spans=spans, extra=extra)
 

@@ -14,15 +14,17 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from dspark.decoding.decoder import Decoder, SamplingConfig
 from dspark.decoding.target import Target, open_tokenizer
 from dspark.decoding.target_checks import unknown_token
+from pipelines.data.answers import GIVEN, Answer, given_answer, join_answers, supervised_tokens
 from pipelines.data.chat import TemplateRefuses, answer_message, make_request, reads_the_clock, render_turn, thinks
 from pipelines.data.conversations import BAD_ROW, Prompt, PromptSet, bad_row, read_prompts
+from pipelines.data.messages import Message
 from pipelines.errors import UserError
 from pipelines.json_files import write_json, write_jsonl
 from pipelines.records import AnswerRow, ConversationRow, read_rows
@@ -61,10 +63,13 @@ def read_splits(settings: Settings) -> dict[str, PromptSet]:
 
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
     """The target, the prompts, and how answers are drawn."""
+    splits = read_splits(settings)
+    several = any(prompt.count_answers() > 1 for prompt in splits["train"].prompts)
     return {
         **answer_fields(settings),
-        "prompts": {split: prompts.sha256 for split, prompts in read_splits(settings).items()},
+        "prompts": {split: prompts.sha256 for split, prompts in splits.items()},
         "min_supervised_tokens": settings.data.min_supervised_tokens,
+        **({"mask_history": False} if several and not settings.data.mask_history else {}),
     }
 
 
@@ -169,7 +174,9 @@ def render_first(
 
 def answer_key(prompt: Prompt) -> str:
     """What an answer is known by: its draws depend on the prompt's id, its text on what is said."""
-    said = [prompt.prompt_id, prompt.turns, prompt.tools]
+    said: list[Any] = [prompt.prompt_id, prompt.turns, prompt.tools]
+    if prompt.count_answers() > 1:
+        said.append("with every answer")
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -198,21 +205,27 @@ def _answer_rows(folder: Folder, name: str) -> Iterator[dict[str, Any]]:
     return read_rows(folder, name, AnswerRow, "remove the file, and its prompts are answered again")
 
 
-def read_answers(folder: Folder, prompts: Iterable[Prompt], places: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """The rows of these prompts in their order, with the domain and split that they have now."""
+def read_answers(
+    folder: Folder, prompts: Iterable[Prompt], places: Mapping[str, str]
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows of each of these prompts in their order, with the domain and split that it has now."""
 
     @lru_cache(maxsize=4)
-    def rows(name: str) -> dict[str, dict[str, Any]]:
-        return {row["key"]: row for row in _answer_rows(folder, name)}
+    def rows(name: str) -> dict[str, list[dict[str, Any]]]:
+        found: dict[str, list[dict[str, Any]]] = {}
+        for row in _answer_rows(folder, name):
+            found.setdefault(row["key"], []).append(row)
+        return found
 
     for prompt in prompts:
         key = answer_key(prompt)
-        if (row := rows(places[key]).get(key)) is None:
+        if (of_prompt := rows(places[key]).get(key)) is None:
             raise UserError(
                 f"{folder.describe(places[key])} lacks the answer to {prompt.prompt_id!r}; remove the file, and its "
                 "prompts are answered again"
             )
-        yield {**{name: row[name] for name in row if name != "key"}, "domain": prompt.domain, "split": prompt.split}
+        now = {"domain": prompt.domain, "split": prompt.split}
+        yield [{**{name: row[name] for name in row if name != "key"}, **now} for row in of_prompt]
 
 
 def left_out(result: dict[str, Any], splits: dict[str, PromptSet], minimum: int) -> list[str]:
@@ -222,18 +235,26 @@ def left_out(result: dict[str, Any], splits: dict[str, PromptSet], minimum: int)
         for split, prompts in splits.items()
         for reason, places in prompts.notes.items()
     ]
-    answered = result["rows"] + result["dropped"]
+    answered = result["answered"]
     why = {
         "context": "end early: the next question does not fit the target's context with an answer",
-        "template": "end early: the chat template refuses the target's own answer as history",
+        "template": "end early: the chat template refuses the target's own answer as history, or writes a tool call of "
+        "the row otherwise than the target would",
         "no token": "end before an id that the target wrote and the tokenizer does not have",
         "shortened": "had less room in the target's context than regenerate.max_new_tokens",
     }
     lines += [f"{count} of {answered} conversations {why[name]}" for name, count in result["ended"].items() if count]
+    if result["rows_apart"]:
+        lines.append(
+            f"{result['rows_apart']} answers have rows of their own: the chat template renders the answers before them "
+            "otherwise than the target wrote them"
+        )
+    if result["off_policy_rows"]:
+        lines.append(f"{result['off_policy_rows']} of {result['rows']} rows also teach tool calls that the data has")
     if result["dropped"]:
         lines.append(
-            f"{result['dropped']} of {answered} answers dropped, shorter than data.min_supervised_tokens={minimum}; "
-            f"their ids are in {MANIFEST}"
+            f"{result['dropped']} of {result['rows'] + result['dropped']} rows dropped, with fewer than "
+            f"data.min_supervised_tokens={minimum}; their ids are in {MANIFEST}"
         )
     return lines
 
@@ -250,7 +271,7 @@ class AnswerWorker:
         """Write the item's answers; returns the number of tokens generated."""
         rows = answer(self.decoder, self.target.tokenizer, item.prompts, self.settings, self.spec)
         write_jsonl(self.folder, item.name, rows)
-        return sum(len(row["response_ids"]) for row in rows)
+        return sum(map(supervised_tokens, rows))
 
 
 def answer_decoder(target: Target, settings: Settings) -> Decoder:
@@ -263,54 +284,74 @@ def answer_decoder(target: Target, settings: Settings) -> Decoder:
 def answer(
     decoder: Any, tokenizer: Any, prompts: Sequence[Prompt], settings: Settings, spec: TargetSpec
 ) -> list[dict[str, Any]]:
-    """Conversation rows in the prompts' order; every turn is asked with the target's own earlier answers before it.
+    """Rows of the conversations in the prompts' order; a turn is asked with the target's own earlier answers before it.
 
-    The last answer is the row's. A conversation stops early when an answer is cut, and, which `ended` says, when the
+    All answers of a conversation are in one row where they join (`pipelines/data/answers.py`): the last one is its
+    `response_ids`, `spans` are those of all of them, and `given` counts those that the target did not write, the
+    row's tool calls. A conversation stops early when an answer is cut, and, which `ended` says, when the
     next question does not fit the context any more ("context"), the template refuses the answer as history
     ("template"), or the target writes an id that the tokenizer does not have ("no token", which is left out).
     `finish_reason` is null where there is no answer at all.
     """
-    rows = [_new_row(prompt, settings, spec) for prompt in prompts]
-    going = dict(zip((prompt.prompt_id for prompt in prompts), zip(prompts, rows, strict=True), strict=True))
-    turn = 0
+    talks = [_Conversation(prompt=prompt) for prompt in prompts]
+    going = {talk.prompt.prompt_id: talk for talk in talks}
     while going:
-        requests = []
-        for name, (prompt, row) in list(going.items()):
-            request = _next_request(decoder, tokenizer, prompt, row, turn, settings, spec)
-            if request is None:
-                del going[name]
-            else:
-                requests.append(request)
-        for completion in decoder.generate(sorted(requests, key=lambda request: -len(request.prompt_ids))):
-            prompt, row = going[completion.request_id]
-            output = completion.output_ids
+        requests = {name: _next_request(talk, decoder, tokenizer, settings, spec) for name, talk in going.items()}
+        going = {name: going[name] for name, request in requests.items() if request is not None}
+        asked = [request for request in requests.values() if request is not None]
+        for completion in decoder.generate(sorted(asked, key=lambda request: -len(request.prompt_ids))):
+            talk, request = going[completion.request_id], requests[completion.request_id]
+            output, prompt_ids = completion.output_ids, list(request.prompt_ids)
             if unknown_token(decoder.target, output[-1:]) is not None:
-                output, row["ended"] = output[:-1], "no token"
+                output, talk.ended = output[:-1], "no token"
                 del going[completion.request_id]
-            row["response_ids"], row["finish_reason"] = output, completion.finish_reason
-            history = answer_message(tokenizer, row["prompt_ids"], output, spec.stop_token_ids, prompt.tools)
-            row["conversations"].append(history)
-        turn += 1
-    return rows
+            tools = talk.prompt.tools
+            talk.said.append(dict(answer_message(tokenizer, prompt_ids, output, spec.stop_token_ids, tools)))
+            talk.answers.append(
+                Answer(
+                    prompt_ids=prompt_ids,
+                    response_ids=list(output),
+                    finish_reason=completion.finish_reason,
+                    said=len(talk.said),
+                    shortened=request.max_new_tokens < settings.regenerate.max_new_tokens,
+                )
+            )
+            talk.turn += 1
+    return [row for talk in talks for row in _rows(talk, settings, spec)]
 
 
-def _next_request(
-    decoder: Any, tokenizer: Any, prompt: Prompt, row: dict[str, Any], turn: int, settings: Settings, spec: TargetSpec
-) -> Any:
-    """The request for the answer to a turn, noted in the row; None where the conversation ends before it."""
-    if turn >= len(prompt.turns) or row["finish_reason"] == "length":
+@dataclass(kw_only=True)
+class _Conversation:
+    """What has been said and answered, up to the next turn."""
+
+    prompt: Prompt
+    said: list[Message] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    turn: int = 0
+    ended: str | None = None
+
+
+def _next_request(talk: _Conversation, decoder: Any, tokenizer: Any, settings: Settings, spec: TargetSpec) -> Any:
+    """What the target is asked next, after the turn's own tool calls and results; None where the conversation ends."""
+    prompt = talk.prompt
+    if talk.turn == len(prompt.turns) or (talk.answers and talk.answers[-1].finish_reason == "length"):
         return None
-    said, room = [*row["conversations"], *prompt.turns[turn]], settings.regenerate.max_new_tokens
+    said, given = list(talk.said), []
     try:
+        for message in prompt.turns[talk.turn]:
+            said.append(message)
+            if message["role"] == "assistant":
+                given.append(given_answer(tokenizer, prompt, said, settings, spec.stop_token_ids))
         ids = render_turn(tokenizer, prompt, said, settings)
     except TemplateRefuses:
-        row["ended"] = "template"
+        talk.ended = "template"
         return None
-    request = make_request(prompt.prompt_id, ids, room, spec, settings.run.seed + turn)
+    seed = settings.run.seed + talk.turn
+    request = make_request(prompt.prompt_id, ids, settings.regenerate.max_new_tokens, spec, seed)
     if decoder.why_not(request) is not None:
-        row["ended"] = "context"
+        talk.ended = "context"
         return None
-    row |= {"conversations": said, "prompt_ids": ids, "shortened": request.max_new_tokens < room}
+    talk.said, talk.answers = said, [*talk.answers, *given]
     return request
 
 
@@ -323,29 +364,47 @@ def read_conversations(folder: Folder) -> Iterator[dict[str, Any]]:
     return read_rows(folder, TRAIN, ConversationRow, cure)
 
 
-def _new_row(prompt: Prompt, settings: Settings, spec: TargetSpec) -> dict[str, Any]:
+def _rows(talk: _Conversation, settings: Settings, spec: TargetSpec) -> list[dict[str, Any]]:
+    """The rows that teach a conversation's answers; one without an answer where there is none."""
+    prompt, number, rows = talk.prompt, 0, []
     mode = "on" if thinks(settings.target.thinking, settings.run.seed, prompt.prompt_id) else "off"
-    return {
-        "key": answer_key(prompt),
-        "id": prompt.prompt_id,
-        "domain": prompt.domain,
-        "split": prompt.split,
-        "conversations": [],
-        "prompt_ids": [],
-        "response_ids": [],
-        "finish_reason": None,
-        "ended": None,
-        "shortened": False,
-        "thinking": mode,
-        "generator": {"target": spec.name, "revision": spec.revision, "sampling": _sampling(settings)},
-    }
+    groups = join_answers([answer for answer in talk.answers if answer.response_ids] or talk.answers[:1])
+    for group in groups or [[]]:
+        last = group[-1] if group else None
+        row: dict[str, Any] = {
+            "key": answer_key(prompt),
+            "id": prompt.request_id(number),
+            "domain": prompt.domain,
+            "split": prompt.split,
+            "conversations": talk.said[: last.said] if last else [],
+            "prompt_ids": last.prompt_ids if last else [],
+            "response_ids": last.response_ids if last else [],
+            "finish_reason": last.finish_reason if last else None,
+            "ended": None if groups and group is not groups[-1] else talk.ended,
+            "shortened": bool(last and last.shortened),
+            "thinking": mode,
+            "generator": {"target": spec.name, "revision": spec.revision, "sampling": _sampling(settings)},
+        }
+        if len(group) > 1:
+            row["spans"] = [list(answer.span) for answer in group]
+        if given := sum(answer.finish_reason == GIVEN for answer in group):
+            row["given"] = given
+        rows.append(row)
+        number += len(group)
+    return rows
+
+
+def _last_answer(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A conversation's last answer alone."""
+    row = {name: value for name, value in rows[-1].items() if name not in ("spans", "given")}
+    return {**row, "id": rows[0]["id"]}
 
 
 def _join(
     settings: Settings,
     spec: TargetSpec,
     folder: Folder,
-    answers: Iterable[dict[str, Any]],
+    answers: Iterable[list[dict[str, Any]]],
     splits: dict[str, PromptSet],
 ) -> dict[str, Any]:
     """`train.jsonl` from the answers, the prompts of the other splits beside it, and the counts."""
@@ -354,20 +413,24 @@ def _join(
     domains: Counter[str] = Counter()
     ended: Counter[str] = Counter()
     short: list[str] = []
-    answered = tokens = 0
+    answered = tokens = apart = off_policy = 0
 
     def kept() -> Iterator[dict[str, Any]]:
-        nonlocal answered, tokens
-        for row in answers:
+        nonlocal answered, tokens, apart, off_policy
+        for of_prompt in answers:
             answered += 1
-            reasons[row["finish_reason"] or row["ended"]] += 1
-            ended.update([row["ended"]] if row["ended"] else [], shortened=int(row["shortened"]))
-            if len(row["response_ids"]) < minimum:
-                short.append(row["id"])
-                continue
-            tokens += len(row["response_ids"])
-            domains[row["domain"]] += 1
-            yield row
+            rows = [_last_answer(of_prompt)] if settings.data.mask_history else of_prompt
+            apart += len(rows) - 1
+            for row in rows:
+                reasons[row["finish_reason"] or row["ended"]] += 1
+                ended.update([row["ended"]] if row["ended"] else [], shortened=int(row["shortened"]))
+                if (supervised := supervised_tokens(row)) < minimum:
+                    short.append(row["id"])
+                    continue
+                tokens += supervised
+                off_policy += bool(row.get("given"))
+                domains[row["domain"]] += 1
+                yield row
 
     write_jsonl(folder, TRAIN, kept())
     if not domains:
@@ -386,14 +449,15 @@ def _join(
         "generator": {"target": spec.name, "revision": spec.revision},
         "sampling": _sampling(settings),
         "thinking": settings.target.thinking,
-        "rows": answered - len(short),
+        "rows": sum(domains.values()),
         "answered": answered,
+        "rows_apart": apart,
         "response_tokens": tokens,
         "finish_reasons": dict(reasons),
         "ended": dict(ended),
         "domains": dict(domains),
-        "on_policy_rows": answered - len(short),
-        "off_policy_rows": 0,
+        "on_policy_rows": sum(domains.values()) - off_policy,
+        "off_policy_rows": off_policy,
         "dropped": {"fewer_than_min_supervised_tokens": {"count": len(short), "ids": short[:LISTED]}},
         "prompts": {
             split: {
@@ -408,5 +472,5 @@ def _join(
         },
     }
     write_json(folder, MANIFEST, manifest)
-    figures = {key: manifest[key] for key in ("rows", "response_tokens", "finish_reasons", "ended")}
-    return {**figures, "dropped": len(short)}
+    told = ("rows", "answered", "rows_apart", "off_policy_rows", "response_tokens", "finish_reasons", "ended")
+    return {**{key: manifest[key] for key in told}, "dropped": len(short)}

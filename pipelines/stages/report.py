@@ -75,7 +75,7 @@ def execute(settings: Settings, run: Run, reporter: Reporter) -> dict[str, Any]:
             conversations=conversation_summary(read_conversations(conversations)),
             serving=_serving(settings, evaluation, calibration),
             timings=read_record(evaluation, TIMINGS, Timings, cure).model_dump()["timings"],
-            prompts={prompt.prompt_id: prompt.messages[-1]["content"] for prompt in prompts},
+            prompts={prompt.prompt_id: prompt.question for prompt in prompts},
             provenance={**invocations[-1], "settings": settings.to_dict()},
             decode=decoder_of(tokenizer),
         )

@@ -11,7 +11,6 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from pipelines.data.chat import (
     answer_message,
-    generated_sample,
     reads_the_clock,
     render_prompt,
     render_text,
@@ -122,12 +121,6 @@ def test_an_answer_becomes_history_as_the_tokenizer_says() -> None:
     assert answer_message(model, prompt, output[:-1], STOP) == plain
     model.response_template = RESPONSE
     assert answer_message(model, prompt, output, STOP) == {"role": "assistant", "content": "Well.", "thinking": "hm"}
-
-
-def test_what_is_kept_of_a_cut_answer_stays_a_label() -> None:
-    assert generated_sample([1, 2, 3], [4, 5, 6], 5) == ([1, 2, 3, 4, 5], [(3, 5)])
-    assert generated_sample([1, 2, 3], [4, 5, 6], 100) == ([1, 2, 3, 4, 5, 6], [(3, 6)])
-    assert generated_sample([1, 2, 3], [4, 5, 6], 3) == ([1, 2, 3], [])
 
 
 def test_mixed_thinking_is_a_pure_function_of_seed_and_id() -> None:

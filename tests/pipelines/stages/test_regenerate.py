@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark.decoding.decoder import Decoder, SamplingConfig
-from pipelines.data.chat import generated_sample, render_prompt
+from pipelines.data.answers import generated_sample
+from pipelines.data.chat import render_prompt
 from pipelines.data.conversations import BAD_ROW, NO_QUESTION, Prompt, PromptSet
 from pipelines.errors import UserError
 from pipelines.progress import Reporter
+from pipelines.records import AnswerRow
 from pipelines.reporting.report import conversation_summary
 from pipelines.runs.run import Run
 from pipelines.settings import Settings, load_settings
@@ -156,7 +158,7 @@ def test_answers_are_no_longer_than_the_context(toy_folder: Path, tmp_path: Path
     assert (row["response_ids"], row["ended"], row["finish_reason"]) == ([], "context", None)
     wanted = load(tmp_path, toy_folder)
     with pytest.raises(UserError, match=r"none of the 1 prompts fits the target's context of 128 tokens"):
-        regenerate._join(wanted, resolve_target(wanted), Folder(tmp_path / "out"), [row], {})
+        regenerate._join(wanted, resolve_target(wanted), Folder(tmp_path / "out"), [[row]], {})
 
 
 def test_an_answer_that_its_template_refuses_ends_the_conversation(templated: Any, tmp_path: Path) -> None:
@@ -241,7 +243,7 @@ def test_a_damaged_line_of_the_conversations_is_named(place: int, new: bytes) ->
     assert "train.jsonl:2: " in message
     if second is None:
         return
-    generated_sample(second["prompt_ids"] or [0], second["response_ids"], 10)
+    generated_sample(second["prompt_ids"] or [0], second["response_ids"], 10, spans=second.get("spans"))
     conversation_summary([second])
     assert {type(second[key]) for key in ("id", "domain")} == {str}
 
