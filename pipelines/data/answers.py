@@ -1,9 +1,9 @@
 """The answers of a conversation as the tokens that the target writes, and the rows that teach them.
 
-An answer is known by the ids that the target was given and those that it wrote. Where the next prompt goes on from both,
-the two answers share a row. Where the template renders an answer otherwise once it is history (it drops the thought,
-ends with another token, or the text has other tokens), the next answer begins a row of its own, with its prompt as the
-target saw it.
+An answer is known by the ids that the target was given and those that it wrote. Where the next prompt goes on from
+both, the two answers share a row. Where the template renders an answer otherwise once it is history (it drops the
+thought, ends with another token, or the text has other tokens), the next answer begins a row of its own, with its
+prompt as the target saw it.
 """
 
 from __future__ import annotations
@@ -65,20 +65,18 @@ def given_answer(
 ) -> Answer:
     """The last of these messages, an answer that the target did not write, in the tokens in which it would have.
 
-    They follow the generation prompt, and end with the last stop token, or where the template's generation markers end.
+    They follow the generation prompt, and end with the first stop token or where the template's generation markers end.
 
     Raises TemplateRefuses: the template refuses the messages, or does not write the answer after its generation prompt.
     """
     before = render_turn(tokenizer, prompt, said[:-1], settings)
     ids, end = _rendered(tokenizer, prompt, said, settings)
     start = len(before)
-    if end is None:
-        stops = [place for place in range(start, len(ids)) if ids[place] in stop_token_ids]
-        end = stops[-1] + 1 if stops else len(ids)
+    end = next((place + 1 for place in range(start, end) if ids[place] in stop_token_ids), end)
     if ids[:start] != before or end <= start:
         raise TemplateRefuses(
-            f"{prompt.place or prompt.prompt_id}: the chat template does not write message {len(said)}, an answer, after "
-            "its own generation prompt, so the target would not have written it so; leave it out, or set "
+            f"{prompt.place or prompt.prompt_id}: the chat template does not write message {len(said)}, an answer, "
+            "after its own generation prompt, so the target would not have written it so; leave it out, or set "
             "target.thinking as it was when it was written"
         )
     return Answer(prompt_ids=before, response_ids=ids[start:end], finish_reason=GIVEN, said=len(said))
@@ -86,10 +84,11 @@ def given_answer(
 
 def _rendered(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, said: Sequence[Message], settings: Settings
-) -> tuple[list[int], int | None]:
-    """The ids, and where the last marked token ends if the template has generation markers."""
+) -> tuple[list[int], int]:
+    """The ids, and their end, or that of the last marked token if the template has generation markers."""
     if not GENERATION.search(tokenizer.get_chat_template(None, None)):
-        return render_turn(tokenizer, prompt, said, settings, answered=True), None
+        ids = render_turn(tokenizer, prompt, said, settings, answered=True)
+        return ids, len(ids)
     found = render_turn(
         tokenizer, prompt, said, settings, answered=True, return_dict=True, return_assistant_tokens_mask=True
     )

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from jinja2.exceptions import TemplateError
 
 from dspark.decoding.decoder import Request
-from pipelines.data.messages import REASONING
 from pipelines.errors import UserError
 
 if TYPE_CHECKING:
@@ -79,6 +78,8 @@ def render_text(
 ) -> Any:
     """The conversation up to where the target begins to answer, as the template writes it.
 
+    A developer speaks as the system where the template has no such role.
+
     Args:
         row: the conversation's place, for messages.
         answered: the last message is the answer, and nothing begins after it.
@@ -98,35 +99,17 @@ def render_text(
     template = tokenizer.get_chat_template(None, schemas)
     clocked = template if now is None or CLOCK not in template else _clock(now) + template
     options = {"return_dict": False, "enable_thinking": thinking, "tools": schemas, "tokenize": tokenize, **options}
-    said = fit_messages(messages, template)
+    said = [dict(message) for message in messages]
+    if "developer" not in template:
+        said = [{**message, "role": "system"} if message["role"] == "developer" else message for message in said]
     try:
         if any("tool_calls" in message for message in said):
             said = _fit_calls(tokenizer, said, {**options, "chat_template": clocked})
-        return tokenizer.apply_chat_template(
-            said, chat_template=clocked, add_generation_prompt=not answered, **options
-        )
+        return tokenizer.apply_chat_template(said, chat_template=clocked, add_generation_prompt=not answered, **options)
     except (TemplateError, TypeError) as error:  # TypeError: the template adds up what this row lacks
         raise TemplateRefuses(
             f"{row}: the chat template of {_template(tokenizer)} refuses this conversation: {error}"
         ) from error
-
-
-def fit_messages(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
-    """Messages with the keys and roles that the template knows.
-
-    A thought goes under each name that the template asks for, and a developer speaks as the system where the template
-    has no such role.
-    """
-    names = [name for name in REASONING if name in template]
-    fitted = []
-    for message in messages:
-        said = dict(message)
-        if (thought := said.get("reasoning_content")) is not None:
-            said.update(dict.fromkeys(names, thought))
-        if said["role"] == "developer" and "developer" not in template:
-            said["role"] = "system"
-        fitted.append(said)
-    return fitted
 
 
 def _fit_calls(tokenizer: PreTrainedTokenizerBase, said: list[dict[str, Any]], options: dict[str, Any]) -> Any:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipelines.data.benchmarks import BENCHMARKS, Benchmark
-from pipelines.errors import UserError
 from pipelines.data.messages import Message, is_call, read_messages, read_tools, value_of
+from pipelines.errors import UserError
 from pipelines.json_files import parse_row, read_lines
 from pipelines.settings.schema import PromptSource
 
@@ -173,8 +173,8 @@ def _name_by_content(prompt: Prompt, source: str, same: Counter[str]) -> str:
 
 
 def _take_names(prompt: Prompt, names: dict[str, str]) -> None:
-    wanted = [prompt.request_id(number) for number in range(prompt.count_answers())]
-    if taken := [name for name in wanted if name in names]:
+    own = [prompt.request_id(number) for number in range(prompt.count_answers())]
+    if taken := [name for name in own if name in names]:
         raise UserError(
             f"{prompt.place}: two prompts have the id {taken[0]!r}, which an answer of {names[taken[0]]} has already; "
             "ids must differ"
@@ -194,7 +194,7 @@ def prompt_from_row(
     before: list[Message] = []
     messages = read_messages(row, place)
     answered = False
-    for message, following in zip(messages, [*messages[1:], None], strict=True):
+    for message, following in zip(messages, [*messages[1:], None], strict=False):
         if message["role"] == "assistant":
             called = following is not None and following["role"] == "tool"
             if called and turns and not answered:

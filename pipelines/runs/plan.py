@@ -14,6 +14,7 @@ import math
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import groupby
 from statistics import mean, stdev
 from typing import Any
 
@@ -26,7 +27,7 @@ from pipelines.runs.run import Run
 from pipelines.settings import Settings
 from pipelines.stages.build_cache import count_components, cut_row
 from pipelines.stages.capture import CaptureWorker, Conversation, teacher_row
-from pipelines.stages.regenerate import answer, answer_decoder, read_conversations, read_splits
+from pipelines.stages.regenerate import answer, answer_decoder, read_conversations, read_splits, taught_rows
 from pipelines.stages.train import count_steps
 from pipelines.target_spec import resolve_target
 from pipelines.training.model import require_drafter
@@ -53,10 +54,11 @@ def make_plan(settings: Settings, reporter: Reporter, *, rows: int) -> dict[str,
         answers = _answers(worker, sample, reporter)
         answer_seconds = (time.perf_counter() - started) / len(sample) * len(prompts)
         lengths = [len(answer.input_ids) for answer in answers]
-        total_tokens = round(mean(lengths) * len(prompts))
+        kept = round(len(answers) / len(sample) * len(prompts))
+        total_tokens = round(sum(lengths) / len(sample) * len(prompts))
     else:
         lengths = [len(answer.input_ids) for answer in recorded]
-        total_tokens, answers = sum(lengths), evenly_spaced(recorded, rows)
+        kept, total_tokens, answers = len(recorded), sum(lengths), evenly_spaced(recorded, rows)
     if len(answers) < 2:
         raise UserError("a plan is measured on two answers at least; give data.train more prompts")
     reporter.say(f"capturing the states of {len(answers)} answers")
@@ -68,7 +70,6 @@ def make_plan(settings: Settings, reporter: Reporter, *, rows: int) -> dict[str,
     stored = _write_sample(settings, fitting, cache_rows[1::2])
     raw = 2 * spec.hidden_size * (len(spec.target_layer_ids) + 1)
     error = round(stdev(lengths) / math.sqrt(len(lengths)) * len(prompts))
-    kept = len(recorded) if recorded is not None else len(prompts)
     return {
         "prompts": len(prompts),
         "conversations": kept,
@@ -107,7 +108,9 @@ def _answers(worker: CaptureWorker, prompts: Sequence[Prompt], reporter: Reporte
     with reporter.task("answers of the sample", total=len(prompts), unit="prompts") as task:
         for start in range(0, len(prompts), size):
             chosen = prompts[start : start + size]
-            rows += answer(decoder, worker.target.tokenizer, chosen, settings, worker.spec)
+            answered = answer(decoder, worker.target.tokenizer, chosen, settings, worker.spec)
+            for _, of_prompt in groupby(answered, key=lambda row: row["key"]):
+                rows += taught_rows(list(of_prompt), settings)
             task.advance(len(chosen))
     return [cut_row(row, settings.cache.max_length) for row in rows if supervised_tokens(row)]
 

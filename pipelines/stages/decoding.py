@@ -23,7 +23,8 @@ from dspark.decoding.step_costs import StepCosts
 from dspark.decoding.target import Target
 from dspark.models.checkpoint import load_drafter
 from pipelines.data.chat import TemplateRefuses, answer_message, make_request, render_turn
-from pipelines.data.conversations import Message, Prompt, prompt_from_row
+from pipelines.data.conversations import Prompt, prompt_from_row
+from pipelines.data.messages import Message
 from pipelines.drafter_folder import remade, require_target
 from pipelines.errors import UserError
 from pipelines.evaluation.round_log import EventLog, Labels

@@ -394,10 +394,12 @@ def _rows(talk: _Conversation, settings: Settings, spec: TargetSpec) -> list[dic
     return rows
 
 
-def _last_answer(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A conversation's last answer alone."""
+def taught_rows(rows: list[dict[str, Any]], settings: Settings) -> list[dict[str, Any]]:
+    """Of one prompt's rows: all of them, or the last answer alone where history is masked."""
+    if not settings.data.mask_history:
+        return rows
     row = {name: value for name, value in rows[-1].items() if name not in ("spans", "given")}
-    return {**row, "id": rows[0]["id"]}
+    return [{**row, "id": rows[0]["id"]}]
 
 
 def _join(
@@ -419,7 +421,7 @@ def _join(
         nonlocal answered, tokens, apart, off_policy
         for of_prompt in answers:
             answered += 1
-            rows = [_last_answer(of_prompt)] if settings.data.mask_history else of_prompt
+            rows = taught_rows(of_prompt, settings)
             apart += len(rows) - 1
             for row in rows:
                 reasons[row["finish_reason"] or row["ended"]] += 1

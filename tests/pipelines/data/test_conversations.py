@@ -21,6 +21,7 @@ from pipelines.data.conversations import (
     prompt_from_row,
     read_prompts,
 )
+from pipelines.data.messages import read_messages
 from pipelines.errors import UserError
 from pipelines.settings.schema import PromptSource
 
@@ -134,6 +135,67 @@ def test_what_stands_in_a_row_is_handed_over(tmp_path: Path) -> None:
         assert prompt_from_row(prompt.to_row(), "again", split="train") == prompt
 
 
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "a", "completion": "b"}, [("user", "a"), ("assistant", "b")]),
+        ({"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]}, None),
+        ({"prompt": "a"}, [("user", "a")]),
+        ({"instruction": "a", "input": "", "output": "b"}, [("user", "a"), ("assistant", "b")]),
+        ({"instruction": "a", "input": "c", "system": "s"}, [("system", "s"), ("user", "a\n\nc")]),
+        ({"messages": [{"role": "developer", "content": ["x", {"text": "y"}]}]}, [("developer", "xy")]),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": {"odd": 1}}]}, [("user", "a")]),
+    ],
+)
+def test_shapes_of_rows(row: dict[str, Any], expected: list[tuple[str, str]] | None) -> None:
+    found = [(message["role"], message["content"]) for message in read_messages(row, "f:1")]
+    if row.get("conversations"):
+        assert found.pop() == ("assistant", None)  # no text: refused where the answer is used
+    assert found == (expected or [("user", "a"), ("assistant", "b")])
+
+
+def test_calls_and_thoughts_have_one_form() -> None:
+    """OpenAI's, its older one, flat ones, and ShareGPT's: arguments are an object where their text is one."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    forms: list[dict[str, Any]] = [
+        {"role": "assistant", "tool_calls": [{"id": None, "function": {"name": "f", "arguments": '{"x": 1}'}}]},
+        {"role": "assistant", "content": "", "tool_calls": json.dumps([{"name": "f", "parameters": {"x": 1}}])},
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+    ]
+    found = read_messages({"messages": forms}, "f:1")
+    assert found == [{"role": "assistant", "content": None, "tool_calls": [call]}] * 4
+    thought = read_messages({"messages": [{"role": "assistant", "content": "a", "reasoning": "hm"}]}, "f:1")
+    assert thought == [{"role": "assistant", "content": "a", "reasoning_content": "hm"}]
+    result = {"role": "tool", "content": {"t": -3}, "tool_call_id": "c1", "name": None}
+    expected = {"role": "tool", "content": '{"t": -3}', "tool_call_id": "c1"}
+    assert read_messages({"messages": [result]}, "f:1") == [expected]
+
+
+def test_calls_with_results_stay_in_their_turn(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "function": {"name": "f"}}]}
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        call,
+        {"role": "tool", "content": "-3", "tool_call_id": "c1"},
+        call,
+        {"role": "tool", "content": "-4"},
+        {"role": "assistant", "content": "Cold."},
+        {"role": "user", "content": "So?"},
+        call,
+    ]
+    found = read_prompts([write(tmp_path, {"messages": messages})], "train")
+    (asked,) = found.prompts
+    assert found.notes == {}
+    assert [[message["role"] for message in turn] for turn in asked.turns] == [
+        ["user", "assistant", "tool", "assistant", "tool"],
+        ["user"],  # the last call has no result: the target writes its own
+    ]
+    assert asked.questions == ["weather?", "so?"]
+    assert asked.count_answers() == 4
+    assert prompt_from_row(asked.to_row(), "again", split="train") == asked
+
+
 def test_a_tools_result_ends_a_conversation_and_is_noted(tmp_path: Path) -> None:
     messages = [
         {"role": "user", "content": "Weather?"},
@@ -178,7 +240,7 @@ def test_benchmarks_ask_the_first_turn_as_the_paper_does(turns: Any, expected: i
     [
         (["{not json"], r"prompts\.jsonl:1: not valid JSON"),
         (["[1]"], "expected a JSON object"),
-        ([{"text": "x"}], "needs `conversations` or `turns`; it has text"),
+        ([{"text": "x"}], "needs `messages` or `conversations`, `prompt`, `instruction` or `turns`; it has text"),
         ([{"turns": [3]}], "`turns` must be a list of texts"),
         ([{"conversations": [{"role": "wizard", "content": "x"}]}], "a message needs a role"),
         ([{"turns": ["a"], "id": "x"}, {"turns": ["b"], "id": "x"}], "two prompts have the id 'x'"),

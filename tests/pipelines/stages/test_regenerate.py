@@ -48,6 +48,7 @@ REFUSES_SYSTEM = (
     "{% for m in messages if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endfor %}" + CHATML
 )
 WITH_DATE = "{{ strftime_now('%d %b %Y') }}" + CHATML
+NOTHING: dict[str, Any] = dict.fromkeys(("dropped", "rows_apart", "off_policy_rows"), 0)
 LONG = 128  # the toy target's context
 
 
@@ -93,14 +94,19 @@ def templated(toy_folder: Path, tmp_path: Path) -> Iterator[Any]:
 
 def test_everything_left_out_has_a_line_with_its_reason() -> None:
     splits = {"train": PromptSet(prompts=(), notes={NO_QUESTION: ("f:1",)}), "evaluation": PromptSet(prompts=())}
-    result = {"rows": 2, "dropped": 10, "ended": {"context": 9, "template": 1, "shortened": 0}}
+    ended = {"context": 9, "template": 1, "shortened": 0}
+    result = {"rows": 4, "answered": 12, "rows_apart": 2, "off_policy_rows": 3, "dropped": 10, "ended": ended}
     assert left_out(result, splits, 14) == [
         "train: 1 prompts left out: no question",
         "9 of 12 conversations end early: the next question does not fit the target's context with an answer",
-        "1 of 12 conversations end early: the chat template refuses the target's own answer as history",
-        "10 of 12 answers dropped, shorter than data.min_supervised_tokens=14; their ids are in manifest.json",
+        "1 of 12 conversations end early: the chat template refuses the target's own answer as history, or writes a "
+        "tool call of the row otherwise than the target would",
+        "2 answers have rows of their own: the chat template renders the answers before them otherwise than the target "
+        "wrote them",
+        "3 of 4 rows also teach tool calls that the data has",
+        "10 of 14 rows dropped, with fewer than data.min_supervised_tokens=14; their ids are in manifest.json",
     ]
-    assert left_out({"rows": 2, "dropped": 0, "ended": {"shortened": 0}}, {}, 14) == []
+    assert left_out({**NOTHING, "rows": 2, "answered": 2, "ended": {"shortened": 0}}, {}, 14) == []
 
 
 def test_answers_stay_when_rows_come_and_go(toy_folder: Path, tmp_path: Path) -> None:
@@ -146,7 +152,7 @@ def answer_one(target: Path, folder: Path, asked: Prompt, *words: str, stop_toke
     wanted = load(folder, target, (), *words)
     worker = AnswerWorker(wanted, resolve_target(wanted), Folder(folder))
     spec = replace(worker.spec, stop_token_ids=tuple(range(stop_tokens)))
-    return regenerate.answer(worker.decoder, worker.target.tokenizer, [asked], wanted, spec)[0]
+    return regenerate.answer(worker.decoder, worker.target.tokenizer, [asked], wanted, spec)[-1]
 
 
 def test_answers_are_no_longer_than_the_context(toy_folder: Path, tmp_path: Path) -> None:
@@ -169,6 +175,48 @@ def test_an_answer_that_its_template_refuses_ends_the_conversation(templated: An
     ended = answer_one(templated(REFUSES_ANSWERS), tmp_path, asked, stop_tokens=200)
     assert (ended["ended"], ended["finish_reason"]) == ("template", "stop")
     assert ended["conversations"] == whole["conversations"][:2]
+
+
+JOINS = CHATML.replace("<|start|>{% endif %}", "<|start|>assistant {% endif %}")
+
+
+def test_all_answers_of_a_conversation_are_labels(templated: Any, tmp_path: Path) -> None:
+    """In one row where the template keeps the text, each as it was written; with history masked, the last alone."""
+    asked = prompt("p", "one?", "two?", "three?")
+    wanted = load(tmp_path, templated(JOINS))
+    worker = AnswerWorker(wanted, resolve_target(wanted), Folder(tmp_path))
+    worker.target.tokenizer.add_special_tokens({"additional_special_tokens": []})
+    spec = replace(worker.spec, stop_token_ids=tuple(range(200)))
+    rows = regenerate.answer(worker.decoder, worker.target.tokenizer, [asked], wanted, spec)
+    alone = [
+        regenerate.answer(
+            worker.decoder, worker.target.tokenizer, [replace(asked, turns=asked.turns[:count])], wanted, spec
+        )[-1]
+        for count in (1, 2, 3)
+    ]
+    assert [row["id"] for row in rows][:1] == ["p"]
+    assert len({row["id"] for row in rows}) == len(rows)
+    taught = []
+    for row in rows:
+        ids = [*row["prompt_ids"], *row["response_ids"]]
+        spans = row.get("spans") or [[len(row["prompt_ids"]), len(ids)]]
+        taught += [(ids[:start], ids[start:end]) for start, end in spans]
+        assert regenerate._damage(row) is None
+    assert taught == [(row["prompt_ids"], row["response_ids"]) for row in alone]
+    masked = load(tmp_path, Path(wanted.target.model), (), "data.mask_history=true")
+    (last,) = regenerate.taught_rows(rows, masked)
+    assert (last["id"], last["response_ids"]) == ("p", alone[-1]["response_ids"])
+    assert "spans" not in last
+    assert regenerate.taught_rows(rows, wanted) == rows
+
+
+def test_several_turns_are_part_of_the_identity_and_one_is_not(toy_folder: Path, tmp_path: Path) -> None:
+    def fields(turns: list[str], *words: str) -> dict[str, Any]:
+        return Run(load(tmp_path, toy_folder, [{"turns": turns}], *words)).fields("regenerate")
+
+    assert "mask_history" not in fields(["a?"])
+    assert fields(["a?", "b?"])["mask_history"] is False
+    assert "mask_history" not in fields(["a?", "b?"], "data.mask_history=true")
 
 
 def test_every_prompt_is_rendered_before_one_is_answered(templated: Any, tmp_path: Path) -> None:
@@ -252,7 +300,19 @@ CHECKED = ("id", "domain", "conversations", "prompt_ids", "response_ids")
 
 
 @pytest.mark.parametrize(
-    "line", ["null", "[]", "{}", "9" * 5000, "[" * 10**5, *(json.dumps({**ROW, key: 5}) for key in CHECKED)]
+    "line",
+    [
+        "null",
+        "[]",
+        "{}",
+        "9" * 5000,
+        "[" * 10**5,
+        *(json.dumps({**ROW, key: 5}) for key in CHECKED),
+        *(
+            json.dumps({**ROW, "spans": spans})
+            for spans in ([], [[0]], [[2, 2]], [[1, 2], [0, 3]], [[0, 4]], [[-1, 2]], 5)
+        ),
+    ],
 )
 def test_what_is_no_conversation_is_named(line: str, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(line + "\n")
@@ -269,5 +329,5 @@ def test_an_answer_ends_before_an_id_that_the_tokenizer_does_not_have(toy_folder
     rows = regenerate.answer(decoder, worker.target.tokenizer, prompts, settings, worker.spec)
     assert "no token" in {row["ended"] for row in rows}
     assert all(token < worker.target.input_vocab_size for row in rows for token in row["response_ids"])
-    kept = regenerate.left_out({"rows": 4, "dropped": 0, "finish_reasons": {}, "ended": {"no token": 2}}, {}, 1)
+    kept = regenerate.left_out({**NOTHING, "rows": 4, "answered": 4, "ended": {"no token": 2}}, {}, 1)
     assert kept == ["2 of 4 conversations end before an id that the target wrote and the tokenizer does not have"]
