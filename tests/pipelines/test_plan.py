@@ -28,6 +28,7 @@ def settings(folder: Path, target: Path, **sections: dict[str, Any]) -> Settings
             "data": {"train": [{"source": str(prompts)}]},
             "regenerate": {"max_new_tokens": 20, "batch_size": 4},
             "cache": {"hidden_states_codec": "int8", "teacher_codec": "bf16", "max_length": 64},
+            "drafter": {"num_draft_layers": 2},
             "train": {"global_batch_size": 8, "num_train_epochs": 2},
             **sections,
         }
