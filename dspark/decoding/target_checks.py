@@ -40,7 +40,7 @@ def text_decoder(model: Any) -> Any:
         raise TargetError(
             f"{type(model).__name__} has no {', '.join(missing)}: a decoder with `layers`, `norm` and `embed_tokens` "
             "is needed, as Llama, Mistral, Qwen2, Qwen3, SmolLM, Gemma and their kin have it; GPT-2, OPT, GPT-NeoX, "
-            "Mamba and encoder-decoder models do not work (option `target.model`)"
+            "Phi-1 and Phi-2, Mamba and encoder-decoder models do not work (option `target.model`)"
         )
     return decoder
 
@@ -201,7 +201,20 @@ def _naming(target: Any, what: str) -> Iterator[None]:
     except (TargetError, torch.OutOfMemoryError):
         raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise TargetError(f"{target.name}: {what} cannot be had: {error} (option `target.model`)") from error
+        raise TargetError(
+            f"{target.name}: {what} cannot be had: {_in_plain_words(error)} (option `target.model`; docs/targets.md "
+            "lists the families that work)"
+        ) from error
+
+
+def _in_plain_words(error: Exception) -> str:
+    """What a model does that our mask and our cache of keys and values do not serve; else the error's own text."""
+    text = str(error)
+    if "RaggedMask" in text:
+        return "it reads its attention mask outside its attention function, which is not supported"
+    if "RaggedLayer" in text or "RaggedCache" in text:
+        return "it keeps states besides keys and values (linear attention, convolutions), which are not supported"
+    return text
 
 
 def _plain(target: Any, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:

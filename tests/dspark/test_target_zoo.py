@@ -121,3 +121,20 @@ def test_half_precision_passes_within_its_rounding() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         found = check_target(Target(tiny_model("qwen3").to(dtype), target_layer_ids=(0, 2)))
         assert 0 < found.decoded < found.allowed
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("doge", "it reads its attention mask outside its attention function"),
+        ("qwen3_5_text", "it keeps states besides keys and values"),
+        ("minimax", "it keeps states besides keys and values"),
+        ("stablelm", "StableLmAttention does not hand keyword arguments to its attention function"),
+    ],
+)
+def test_reasons_are_in_plain_words_and_stand_in_the_docs(family: str, words: str) -> None:
+    what, why = verdict(family)
+    assert what == "refused"
+    assert words in why
+    assert "Ragged" not in why
+    assert f"| {family} | refused | {why} |" in (Path(__file__).parents[2] / "docs/targets.md").read_text()

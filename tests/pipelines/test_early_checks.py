@@ -156,6 +156,24 @@ def test_a_drafter_that_the_target_cannot_have_is_refused_before_the_first_answe
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("broken", ["missing", "torn"])
+def test_a_baseline_and_a_cost_table_that_cannot_be_used_are_refused_before_the_first_answer(
+    broken: str, toy_folder: Path, tmp_path: Path
+) -> None:
+    baseline, table = tmp_path / "baseline", tmp_path / "costs.json"
+    if broken == "torn":
+        baseline.mkdir()
+        (baseline / "config.json").write_text('{"architectures": [')
+        table.write_text('[{"temperature": ')
+    for word, expected in (
+        (f"evaluate.baselines.old={baseline}", r"evaluate\.baselines\.old|baseline.config\.json"),
+        (f"evaluate.cost.table={table}", r"costs\.json"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            run_stages(toy_run(tmp_path, toy_folder, word), Reporter(quiet=True))
+        assert not (tmp_path / "run").exists()
+
+
 def test_a_stage_without_its_inputs_leaves_nothing(toy_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train needs .*cache, which is not there yet"):
         run_stages(toy_run(tmp_path, toy_folder), Reporter(quiet=True), only=["train"])
