@@ -5,7 +5,7 @@ EVIDENCE := PYTHONPATH=$(HELPERS) OMP_NUM_THREADS=1 $(BIN)/python benchmarks/evi
 STORED   := --output docs/evidence
 
 .PHONY: losslessness scheduler-evidence starting-weights training-recipes kill-sweep cache-kill-sweep cache-evidence
-.PHONY: training-kill-sweep elastic-group codec-evidence codec-speeds test-engines
+.PHONY: compare-algorithms training-kill-sweep elastic-group codec-evidence codec-speeds test-engines
 
 # 200,000 sequences a case: about twenty minutes on one core.
 losslessness: environment
@@ -22,6 +22,12 @@ starting-weights: environment
 # recipe and seed.
 training-recipes: environment
 	$(BIN)/python benchmarks/recipes.py configs/quickstart.yaml $(STORED)/recipes.json
+
+# DSpark (Markov, RNN), DFlash and EAGLE-3 at equal steps from the quickstart's cache, two seeds: eight trainings.
+compare-algorithms: environment
+	$(BIN)/dspark cache configs/quickstart.yaml
+	$(BIN)/python benchmarks/evidence/algorithms.py configs/quickstart.yaml --work runs/algorithms \
+		--results docs/results.md $(STORED)/algorithms.json
 
 # One run killed with -9 at ten random moments and finished, compared with an undisturbed one.
 kill-sweep: environment
