@@ -75,7 +75,7 @@ TEACHER: list[tuple[str, dict[str, Any]]] = [
     ("sparse", {"top": 16}),
     ("sparse", {"top": 128}),
 ]
-# Codecs of a whole cache: features and teacher.
+# Codecs of a whole cache: hidden states and teacher.
 CACHES: dict[str, tuple[tuple[str, dict[str, Any]], tuple[str, dict[str, Any]]]] = {
     "raw (bf16)": (("bf16", {}), ("bf16", {})),
     "fp8": (("fp8", {}), ("fp8", {})),
@@ -103,10 +103,10 @@ class Bench:
             soft_cap=self.target.final_logit_softcapping,
             finish=TargetTail(self.target),
         )
-        sample = [(row.features.float(), True) for row in self.fitting]
+        sample = [(row.hidden_states.float(), True) for row in self.fitting]
         projection, shares = leading_components([self.drafter.fc.weight.detach()], sample, 2 * self.hidden)
         self.components = {"projection": projection, "shares": shares}
-        self.long_row = torch.cat([row.features[1:] for row in self.judged])[:ROW].contiguous()
+        self.long_row = torch.cat([row.hidden_states[1:] for row in self.judged])[:ROW].contiguous()
 
     def _conversations(self, count: int) -> list[Conversation]:
         found = []
@@ -126,7 +126,7 @@ class Bench:
             tensors = {}
             for row in rows.values():
                 tensors[f"features/{row.sample_id}"], tensors[f"last/{row.sample_id}"] = (
-                    row.features,
+                    row.hidden_states,
                     row.last_hidden_state,
                 )
             if path is None:
@@ -141,7 +141,7 @@ class Bench:
             sample_id=conversation.sample_id,
             input_ids=conversation.input_ids,
             spans=conversation.spans,
-            features=tensors[f"features/{conversation.sample_id}"],
+            hidden_states=tensors[f"features/{conversation.sample_id}"],
             last_hidden_state=tensors[f"last/{conversation.sample_id}"],
         )
 
@@ -152,7 +152,7 @@ class Bench:
             tensors = self.components
         return fit_codec(
             CodecSpec(name=name, settings=settings),
-            [(row.features, True) for row in self.fitting],
+            [(row.hidden_states, True) for row in self.fitting],
             width=self.layers * self.hidden,
             layers=self.layers,
             tensors=tensors,
@@ -179,13 +179,13 @@ def label(name: str, options: dict[str, Any]) -> str:
     return " ".join([name, *(f"{key}={value}" for key, value in options.items())])
 
 
-def features(bench: Bench, names: Sequence[str] | None) -> list[dict[str, Any]]:
+def hidden_states(bench: Bench, names: Sequence[str] | None) -> list[dict[str, Any]]:
     """One record a codec of the captured layers."""
     judge = comparison_of(bench)
     megabytes, found = 2 * bench.long_row.numel() / 1e6, []
     for name, options in chosen(FEATURES, names):
         codec = bench.fit_features(name, options)
-        measured = measure(codec, [(row.features, True) for row in bench.judged], layers=bench.layers)
+        measured = measure(codec, [(row.hidden_states, True) for row in bench.judged], layers=bench.layers)
         payload = codec.encode(bench.long_row)
         record = {
             "codec": label(name, options),
@@ -218,7 +218,7 @@ def teachers(bench: Bench, names: Sequence[str] | None) -> list[dict[str, Any]]:
     megabytes, found = 2 * len(row.positions) * bench.hidden / 1e6, []
     for name, options in chosen(TEACHER, names):
         codec = bench.fit_teacher(name, options)
-        payload = codec.encode_teacher(row.features, row.last_hidden_state, row.positions)
+        payload = codec.encode_teacher(row.hidden_states, row.last_hidden_state, row.positions)
         error = codec.measured["acceptance"]
         record = {
             "codec": label(name, options),
@@ -226,7 +226,7 @@ def teachers(bench: Bench, names: Sequence[str] | None) -> list[dict[str, Any]]:
             "times_smaller": 2 * bench.hidden / codec.measured["bytes_per_token"],
             **error,
             "encode_mb_s": megabytes
-            / cpu_seconds(lambda c=codec: c.encode_teacher(row.features, row.last_hidden_state, row.positions), 3),
+            / cpu_seconds(lambda c=codec: c.encode_teacher(row.hidden_states, row.last_hidden_state, row.positions), 3),
             "decode_mb_s": megabytes / cpu_seconds(lambda c=codec, p=payload: c.decode_teacher(p, row.positions)),
         }
         found.append(record)
@@ -242,26 +242,26 @@ def chosen(codecs: Sequence[tuple[str, Any]], names: Sequence[str] | None) -> li
 
 def whole_caches(bench: Bench, names: Sequence[str] | None) -> list[dict[str, Any]]:
     """Rows of 512 tokens with a teacher at every token, written as caches and read back in random order."""
-    joined = [torch.cat([getattr(row, part) for row in bench.rows]) for part in ("features", "last_hidden_state")]
+    joined = [torch.cat([getattr(row, part) for row in bench.rows]) for part in ("hidden_states", "last_hidden_state")]
     count, found = len(joined[0]) // ROW, []
     rows = [
         CacheRow(
             sample_id=f"row-{index}",
             input_ids=[index] * ROW,
             spans=[(1, ROW)],
-            features=joined[0][index * ROW : (index + 1) * ROW],
+            hidden_states=joined[0][index * ROW : (index + 1) * ROW],
             last_hidden_state=joined[1][index * ROW : (index + 1) * ROW],
         )
         for index in range(count)
     ]
     for name, (of_features, of_teacher) in chosen(list(CACHES.items()), names):
-        codecs = Codecs(features=bench.fit_features(*of_features), teacher=bench.fit_teacher(*of_teacher))
+        codecs = Codecs(hidden_states=bench.fit_features(*of_features), teacher=bench.fit_teacher(*of_teacher))
         plan = CachePlan(
             contract={},
             num_layers=bench.layers,
             hidden_size=bench.hidden,
             samples=[(row.sample_id, ROW) for row in rows],
-            features=CodecSpec(name=codecs.features.name, settings=codecs.features.settings),
+            hidden_states=CodecSpec(name=codecs.hidden_states.name, settings=codecs.hidden_states.settings),
             teacher=CodecSpec(name=of_teacher[0], settings=of_teacher[1]),
             teacher_scope="all",
         )
@@ -302,7 +302,7 @@ def whole_caches(bench: Bench, names: Sequence[str] | None) -> list[dict[str, An
 def overhead(bench: Bench) -> dict[str, float]:
     """CPU time of the forward pass, of capturing on top of it, and of encoding with the default codecs; a token."""
     of_features, of_teacher = CACHES["default"]
-    codecs = Codecs(features=bench.fit_features(*of_features), teacher=bench.fit_teacher(*of_teacher))
+    codecs = Codecs(hidden_states=bench.fit_features(*of_features), teacher=bench.fit_teacher(*of_teacher))
     some = bench.conversations[:8]
     tokens = sum(len(conversation.input_ids) for conversation in some)
     supervised = sum(b - a for conversation in some for a, b in conversation.spans)
@@ -326,8 +326,8 @@ def overhead(bench: Bench) -> dict[str, float]:
     def encode() -> None:
         assert codecs.teacher is not None
         for row in rows:
-            codecs.features.encode(row.features, first=True)
-            codecs.teacher.encode_teacher(row.features, row.last_hidden_state, row.positions)
+            codecs.hidden_states.encode(row.hidden_states, first=True)
+            codecs.teacher.encode_teacher(row.hidden_states, row.last_hidden_state, row.positions)
 
     seconds = {f.__name__: cpu_seconds(f, 3) for f in (forward, decoder, capture, encode)}
     found = {f"{name}_us_per_token": 1e6 * value / tokens for name, value in seconds.items()}
@@ -359,7 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "| features | bytes/token | times smaller | SNR dB (by layer) | acceptance moves | encode MB/s | decode MB/s |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    found["features"] = features(bench, options.features)
+    found["features"] = hidden_states(bench, options.features)
     print("\n| teacher | bytes/state | times smaller | bound | bound p99 | error | encode MB/s | decode MB/s |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     found["teacher"] = teachers(bench, options.teachers)

@@ -38,7 +38,7 @@ FIT_ROWS = 96
 class Arm:
     """Codecs of a cache; `width`: components of a projected codec, in hidden sizes."""
 
-    features: str
+    hidden_states: str
     teacher: str
     features_options: dict[str, Any] = field(default_factory=dict)
     teacher_options: dict[str, Any] = field(default_factory=dict)
@@ -46,20 +46,20 @@ class Arm:
 
 
 ARMS = {
-    "exact": Arm(features="bf16", teacher="bf16"),
-    "default": Arm(features="projected", teacher="corrected", width=1.5),
+    "exact": Arm(hidden_states="bf16", teacher="bf16"),
+    "default": Arm(hidden_states="projected", teacher="corrected", width=1.5),
     "small": Arm(
-        features="projected",
+        hidden_states="projected",
         teacher="corrected",
         teacher_options={"step": 0.0625, "top": 8},
         width=1,
     ),
     "any-drafter": Arm(
-        features="transform",
+        hidden_states="transform",
         features_options={"step": 0.5, "output": "coordinates"},
         teacher="corrected",
     ),
-    "int8": Arm(features="int8", teacher="int8"),
+    "int8": Arm(hidden_states="int8", teacher="int8"),
 }
 
 
@@ -83,7 +83,7 @@ class Experiment:
             sample_id=stored.sample_id,
             input_ids=stored.input_ids,
             spans=stored.spans,
-            features=stored.features,
+            hidden_states=stored.hidden_states,
             last_hidden_state=last,
             extra=stored.extra,
         )
@@ -91,9 +91,11 @@ class Experiment:
     def teacher_row(self, index: int) -> TeacherRow:
         row, stored = self.row(index), self.exact.row(index)
         assert isinstance(row.last_hidden_state, torch.Tensor)
-        assert isinstance(row.features, torch.Tensor)
+        assert isinstance(row.hidden_states, torch.Tensor)
         return TeacherRow(
-            features=row.features, last_hidden_state=row.last_hidden_state, positions=stored.teacher_positions.numpy()
+            hidden_states=row.hidden_states,
+            last_hidden_state=row.last_hidden_state,
+            positions=stored.teacher_positions.numpy(),
         )
 
     def code(self, name: str, arm: Arm, rows: Sequence[int], tensors: dict[str, torch.Tensor] | None) -> TargetCache:
@@ -102,14 +104,14 @@ class Experiment:
         if (root / "COMPLETE.json").exists():
             return TargetCache.open(root)
         fitting = rows[:: max(1, len(rows) // FIT_ROWS)]
-        features = CodecSpec(name=arm.features, settings=arm.features_options)
+        hidden_states = CodecSpec(name=arm.hidden_states, settings=arm.features_options)
         teacher = CodecSpec(name=arm.teacher, settings=arm.teacher_options)
         plan = CachePlan(
             contract=self.exact.contract,
             num_layers=layers,
             hidden_size=width,
             samples=[(self.exact.sample_ids[index], int(self.exact.lengths[index])) for index in rows],
-            features=features,
+            hidden_states=hidden_states,
             teacher=teacher,
             inputs={
                 "exact": self.exact.identity,
@@ -117,9 +119,9 @@ class Experiment:
             },
         )
         codecs = Codecs(
-            features=fit_codec(
-                features,
-                [(self.exact.row(index).features, True) for index in fitting],
+            hidden_states=fit_codec(
+                hidden_states,
+                [(self.exact.row(index).hidden_states, True) for index in fitting],
                 width=layers * width,
                 layers=layers,
                 tensors=tensors,
@@ -193,7 +195,7 @@ class Experiment:
                         sample_id=answer.request_id,
                         input_ids=ids,
                         spans=[(len(answer.prompt_ids), len(ids))],
-                        features=states.features[0].bfloat16(),
+                        hidden_states=states.hidden_states[0].bfloat16(),
                         last_hidden_state=states.last_hidden_state[0].bfloat16(),
                     )
                 )
@@ -243,14 +245,14 @@ class Experiment:
             open_rows = [index for index, row in enumerate(rows) if at[index] + 1 < len(row.input_ids)]
             if not open_rows:
                 return lengths
-            new = [rows[index].features[known[index] : at[index]] for index in range(len(rows))]
+            new = [rows[index].hidden_states[known[index] : at[index]] for index in range(len(rows))]
             proposer.extend(
                 Committed(
                     rows=list(range(len(rows))),
                     starts=list(known),
                     counts=[len(part) for part in new],
                     token_ids=torch.cat([row.input_ids[known[index] : at[index]] for index, row in enumerate(rows)]),
-                    features=torch.cat(new),
+                    hidden_states=torch.cat(new),
                     anchors=[int(row.input_ids[at[index]]) for index, row in enumerate(rows)],
                 )
             )
@@ -307,6 +309,6 @@ class Experiment:
 def components(experiment: Experiment, pilot: Path, rows: Sequence[int], count: int) -> dict[str, torch.Tensor]:
     """The leading components of a trained pilot's context projection, and their shares."""
     weight = load_drafter(pilot).fc.weight.detach()
-    sample = [(experiment.exact.row(index).features.float(), True) for index in rows]
+    sample = [(experiment.exact.row(index).hidden_states.float(), True) for index in rows]
     projection, shares = leading_components([weight], sample, count)
     return {"projection": projection, "shares": shares}

@@ -83,7 +83,7 @@ def measure(case: Case, way: str, *, repeats: int, threads: int, chunk: int | No
             sample_id=str(index),
             input_ids=torch.randint(0, case.vocabulary, (length,)),
             spans=(span,),
-            features=torch.zeros(length, 1),
+            hidden_states=torch.zeros(length, 1),
             teacher_positions=teacher_positions,
             teacher=Teacher(last_hidden_state=torch.randn(len(teacher_positions), case.hidden)),
         )

@@ -116,7 +116,7 @@ def make_cache(shape: Shape, root: Path, steps: int) -> None:
             sample_id=name,
             input_ids=torch.randint(0, shape.vocabulary, (length,), generator=generator),
             spans=[(prompt, length)],
-            features=torch.randn(length, shape.captured, shape.hidden, generator=generator),
+            hidden_states=torch.randn(length, shape.captured, shape.hidden, generator=generator),
             last_hidden_state=torch.randn(length, shape.hidden, generator=generator),
         )
 
@@ -126,13 +126,13 @@ def make_cache(shape: Shape, root: Path, steps: int) -> None:
         num_layers=shape.captured,
         hidden_size=shape.hidden,
         samples=[(name, length) for name, _, length in samples],
-        features=spec,
+        hidden_states=spec,
         teacher=spec,
     )
     first = row(*samples[0])
     codecs = Codecs(
-        features=fit_codec(
-            spec, [(first.features.flatten(1), True)], width=shape.captured * shape.hidden, layers=shape.captured
+        hidden_states=fit_codec(
+            spec, [(first.hidden_states.flatten(1), True)], width=shape.captured * shape.hidden, layers=shape.captured
         ),
         teacher=fit_codec(spec, [(first.last_hidden_state, True)], width=shape.hidden),
     )

@@ -42,7 +42,7 @@ def _describe(index: int, row: StoredRow, tokenizer: Any) -> dict[str, Any]:
         "supervised_spans": [list(span) for span in row.spans],
         "supervised_tokens": int(row.loss_mask.sum()),
         "first_ids": row.input_ids[:TOKENS_SHOWN].tolist(),
-        "features": _figures(row.features),
+        "features": _figures(row.hidden_states),
         "teacher_positions": len(row.teacher_positions),
     }
     for name, tensor in vars(row.teacher).items() if row.teacher is not None else ():

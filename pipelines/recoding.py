@@ -39,10 +39,10 @@ def parts_of(cache: TargetCache, model: str, teacher: CodecSpec) -> TargetParts:
     return target_parts(target, teacher.name)
 
 
-def components_of(cache: TargetCache, run: str, features: CodecSpec) -> tuple[CodecSpec, dict[str, torch.Tensor]]:
+def components_of(cache: TargetCache, run: str, hidden_states: CodecSpec) -> tuple[CodecSpec, dict[str, torch.Tensor]]:
     """The codec with its number of components, and the components that the run's pilot found.
 
-    Raises UserError where there is no pilot, or it looked at other features.
+    Raises UserError where there is no pilot, or it looked at other layers.
     """
     pilot = Folder(run).location("pilot")
     if not Folder(pilot).exists(COMPONENTS):
@@ -51,8 +51,9 @@ def components_of(cache: TargetCache, run: str, features: CodecSpec) -> tuple[Co
     width = fields["num_layers"] * fields["hidden_size"]
     if components["projection"].shape[1] != width:
         raise UserError(
-            f"--pilot {run}: it looked at {components['projection'].shape[1]} features, {cache.folder} keeps {width}"
+            f"--pilot {run}: it looked at {components['projection'].shape[1]} values a token; "
+            f"{cache.folder} keeps {width}"
         )
     count = round(CacheSettings().components * fields["hidden_size"])
-    settings = {"directions": min(count, len(components["projection"])), **features.settings}
-    return CodecSpec(name=features.name, settings=settings), components
+    settings = {"directions": min(count, len(components["projection"])), **hidden_states.settings}
+    return CodecSpec(name=hidden_states.name, settings=settings), components

@@ -167,8 +167,8 @@ class Decoder:
 
     def _forward(self, step: RaggedStep, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         assert self._cache is not None
-        features = self.proposer is not None and self.proposer.needs_features
-        return ragged_forward(self.target, self._cache, step, tokens, features=features)
+        hidden_states = self.proposer is not None and self.proposer.needs_hidden_states
+        return ragged_forward(self.target, self._cache, step, tokens, hidden_states=hidden_states)
 
     @torch.inference_mode()
     def _prefill(self, new: list[_Row]) -> None:
@@ -184,7 +184,7 @@ class Decoder:
             counts = [len(row.request.prompt_ids) for row in batch]
             step = RaggedStep(rows, [0] * len(batch), counts, self.target.device)
             tokens = torch.tensor([token for row in batch for token in row.request.prompt_ids])
-            last, features = self._forward(step, tokens.to(self.target.device))
+            last, hidden_states = self._forward(step, tokens.to(self.target.device))
             ends = torch.tensor(counts).cumsum(0).to(last.device) - 1
             logits = self.target.logits(last[ends])
             self._require_finite(logits, [(row, 0) for row in batch])
@@ -196,7 +196,9 @@ class Decoder:
                 self._append(row, result, gaps[index : index + 1])
             self._rows.extend(batch)
             if self.proposer is not None:
-                self.proposer.extend(Committed(rows, [0] * len(batch), counts, features, tokens.to(last.device), first))
+                self.proposer.extend(
+                    Committed(rows, [0] * len(batch), counts, hidden_states, tokens.to(last.device), first)
+                )
 
     @torch.inference_mode()
     def _round(self, on_round: Callable[[str, RoundEvent], None] | None) -> None:
@@ -223,7 +225,7 @@ class Decoder:
             else proposal.token_ids.to(device)
         )
         tokens = torch.cat([torch.cat([anchor_ids[i : i + 1], drafts[i, : lengths[i]]]) for i in range(len(rows))])
-        last, features = self._forward(step, tokens)
+        last, hidden_states = self._forward(step, tokens)
         logits = self.target.logits(last)
         self._require_finite(
             logits, [(row, at) for row, count in zip(rows, counts, strict=True) for at in range(count)]
@@ -249,7 +251,7 @@ class Decoder:
             self._append(row, result, gaps[first : first + len(result.token_ids)])
         if self.proposer is not None:
             begin = time.perf_counter()
-            self._give_back(step, tokens, features, kept)
+            self._give_back(step, tokens, hidden_states, kept)
             self._update_seconds = time.perf_counter() - begin
         for row, count in zip(rows, kept, strict=True):
             row.length += count
@@ -308,7 +310,7 @@ class Decoder:
         row.gaps.extend(gaps)
         row.reason = result.finish_reason
 
-    def _give_back(self, step: RaggedStep, tokens: Tensor, features: Tensor | None, kept: list[int]) -> None:
+    def _give_back(self, step: RaggedStep, tokens: Tensor, hidden_states: Tensor | None, kept: list[int]) -> None:
         """Tell the proposer about the anchor and the accepted drafts, whose target states now exist."""
         assert self.proposer is not None
         live = [index for index, row in enumerate(self._rows) if row.reason is None]
@@ -320,7 +322,7 @@ class Decoder:
                 live,
                 [step.starts[index] for index in live],
                 [kept[index] for index in live],
-                None if features is None else features[chosen],
+                None if hidden_states is None else hidden_states[chosen],
                 tokens[chosen],
                 [self._rows[index].output[-1] for index in live],
             )

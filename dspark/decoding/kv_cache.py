@@ -325,9 +325,9 @@ def ragged_attention_on(text_config: Any) -> Iterator[None]:
 
 @torch.inference_mode()
 def ragged_forward(
-    target: Any, cache: RaggedCache, step: RaggedStep, tokens: Tensor, *, features: bool = False
+    target: Any, cache: RaggedCache, step: RaggedStep, tokens: Tensor, *, hidden_states: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """One pass of the target over packed tokens [N]: states [N, d] after its final norm, features [N, m*d] if asked.
+    """One pass of the target over packed tokens [N]: its last hidden states [N, d], and the captured ones [N, m*d] if asked.
 
     Keys and values of the tokens are in the cache afterwards. Raises CacheFull when they don't fit.
     """
@@ -340,8 +340,8 @@ def ragged_forward(
         "ragged_step": step,
     }
     with ragged_attention_on(target.text_config):
-        if not features:
+        if not hidden_states:
             return target.decoder(**inputs).last_hidden_state[0], None
         with target.capturing() as sink:
             last = target.decoder(**inputs).last_hidden_state[0]
-            return last, target.features_of(sink)[0]
+            return last, target.hidden_states_of(sink)[0]

@@ -36,7 +36,7 @@ class Committed:
     rows: list[int]
     starts: list[int]  # tokens of each row that were committed before
     counts: list[int]
-    features: Tensor | None  # [N, m*d]
+    hidden_states: Tensor | None  # [N, m*d]
     token_ids: Tensor  # [N] i64
     anchors: list[int]  # the token after the last of each row, not in the target's cache yet
 
@@ -46,7 +46,7 @@ class Proposer(ABC):
 
     block_size: int
     has_confidence: bool = False
-    needs_features: bool = True
+    needs_hidden_states: bool = True
 
     @abstractmethod
     def open(self, rows: int, capacity: int) -> None:
@@ -118,7 +118,7 @@ class DrafterProposer(Proposer):
             self.cache = self.drafter.new_cache(rows, capacity)
 
     def extend(self, committed: Committed) -> None:
-        assert committed.features is not None
+        assert committed.hidden_states is not None
         counts = torch.tensor(committed.counts)
         ends = counts.cumsum(0)
         segment = torch.repeat_interleave(torch.arange(len(counts)), counts)
@@ -127,7 +127,9 @@ class DrafterProposer(Proposer):
         self.cache.lengths[rows] = starts + counts
         next_ids = committed.token_ids.roll(-1).clone()
         next_ids[(ends - 1).to(next_ids.device)] = torch.tensor(committed.anchors, device=next_ids.device)
-        self.drafter.write_context(self.cache, committed.features, rows[segment], starts[segment] + within, next_ids)
+        self.drafter.write_context(
+            self.cache, committed.hidden_states, rows[segment], starts[segment] + within, next_ids
+        )
 
     @torch.inference_mode()
     def propose(
@@ -171,7 +173,7 @@ class DrafterProposer(Proposer):
 class NoDrafts(Proposer):
     """Proposes nothing: plain decoding that leaves rounds, for comparisons at the same clock."""
 
-    needs_features = False
+    needs_hidden_states = False
     block_size = 0
 
     def open(self, rows: int, capacity: int) -> None:

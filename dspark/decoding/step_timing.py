@@ -123,11 +123,11 @@ class _Passes:
         proposer.open(most, self.context + self.row_tokens)
         width = len(self.target.layer_ids) * self.target.hidden_size
         nothing = torch.zeros(1, width, dtype=self.target.dtype, device=self.target.device)
-        features = nothing.expand(most * self.context, width)
+        hidden_states = nothing.expand(most * self.context, width)
         ids = self._ids(most * self.context)
         rows, counts = list(range(most)), [self.context] * most
         anchors = self._ids(most).tolist()
-        proposer.extend(Committed(rows, [0] * most, counts, features, ids, anchors))
+        proposer.extend(Committed(rows, [0] * most, counts, hidden_states, ids, anchors))
         slots = proposer.block_size
 
         @torch.inference_mode()
@@ -136,7 +136,7 @@ class _Passes:
             proposal = proposer.propose(anchors[:count], [self.context] * count, slots, self.sampling, u)
             proposal.token_ids.cpu()
             kept = min(2, self.row_tokens)
-            committed = (features[: count * kept], ids[: count * kept], anchors[:count])
+            committed = (hidden_states[: count * kept], ids[: count * kept], anchors[:count])
             proposer.extend(Committed(rows[:count], [self.context] * count, [kept] * count, *committed))
 
         return draft

@@ -38,7 +38,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Captured:
     """What one forward pass of the target leaves behind."""
 
-    features: Tensor  # [B, S, m*d], outputs of the captured layers in id order, the last hidden state as the last
+    hidden_states: Tensor  # [B, S, m*d], outputs of the captured layers in id order, the last hidden state as the last
     last_hidden_state: Tensor  # [B, S, d], after the final norm
     logits: Tensor | None  # [B, S, V]
 
@@ -168,9 +168,9 @@ class Target:
             position_ids = (mask.long().cumsum(-1) - 1).clamp(min=0)
         with self.capturing() as sink:
             output = self.decoder(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False)
-            features = self.features_of(sink)
+            hidden_states = self.hidden_states_of(sink)
         last = output.last_hidden_state
-        return Captured(features, last, self.logits(last) if logits else None)
+        return Captured(hidden_states, last, self.logits(last) if logits else None)
 
     @contextmanager
     def capturing(self) -> Iterator[dict[int, Tensor]]:
@@ -181,7 +181,7 @@ class Target:
         finally:
             self._sink = None
 
-    def features_of(self, sink: dict[int, Tensor]) -> Tensor:
+    def hidden_states_of(self, sink: dict[int, Tensor]) -> Tensor:
         """Concatenate collected outputs in the order of `layer_ids`: [B, S, m*d]."""
         return torch.cat([sink[layer] for layer in self.layer_ids], dim=-1)
 

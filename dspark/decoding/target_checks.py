@@ -249,7 +249,7 @@ def _captured(target: Any, texts: list[Tensor], plain: list[Any]) -> Pairs:
     for text, own in zip(texts, plain, strict=True):
         captured = target.capture(text[None])
         yield captured.last_hidden_state[0], own[0]
-        yield captured.features[0, :, : own[1].shape[1]], own[1]
+        yield captured.hidden_states[0, :, : own[1].shape[1]], own[1]
 
 
 def _batched(target: Any, texts: list[Tensor], plain: list[Any]) -> Pairs:

@@ -54,7 +54,7 @@ class TargetTail:
         captured = target.capture(ids)
         place = target.layer_ids.index(self.first_layer - 1) * target.hidden_size
         try:
-            again = self(captured.features[0, :, place : place + target.hidden_size])
+            again = self(captured.hidden_states[0, :, place : place + target.hidden_size])
         except (TypeError, AttributeError, RuntimeError, IndexError, KeyError) as error:
             raise TargetError(f"{target.name}: its upper layers do not run alone ({error}); {_CURE}") from error
         difference = (again.float() - captured.last_hidden_state[0].float()).abs().max().item()

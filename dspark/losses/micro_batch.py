@@ -37,7 +37,7 @@ class RowLike(Protocol):
     @property
     def spans(self) -> Sequence[tuple[int, int]]: ...
     @property
-    def features(self) -> Tensor: ...  # [S, C] hidden states, or components of them
+    def hidden_states(self) -> Tensor: ...  # [S, C] hidden states, or components of them
     @property
     def teacher_positions(self) -> Tensor: ...  # [P] ascending
     @property
@@ -174,7 +174,7 @@ def make_micro_batch(rows: Sequence[RowLike], anchors: Sequence[Integers], block
     ]
     if not kept:
         raise DsparkError("none of the samples has an anchor: nothing to train on")
-    widths = sorted({row.features.shape[1] for row, _ in kept})
+    widths = sorted({row.hidden_states.shape[1] for row, _ in kept})
     if len(widths) > 1:
         raise DsparkError(f"samples have hidden states of widths {widths}; one micro-batch takes one width")
     columns: dict[str, list[np.ndarray]] = {
@@ -183,9 +183,9 @@ def make_micro_batch(rows: Sequence[RowLike], anchors: Sequence[Integers], block
     lengths, counts, teachers, teacher_rows = [0], [0], [], 0
     for row, chosen in kept:
         tokens = row.input_ids.numpy()
-        if len(row.features) != len(tokens):
+        if len(row.hidden_states) != len(tokens):
             raise DsparkError(
-                f"sample {row.sample_id!r} has {len(tokens)} tokens but hidden states for {len(row.features)}"
+                f"sample {row.sample_id!r} has {len(tokens)} tokens but hidden states for {len(row.hidden_states)}"
             )
         labels = block_labels(tokens, loss_mask_of(row.spans, len(tokens)), chosen, block_size)
         needed = np.unique(labels.teacher_positions[labels.loss_mask])
@@ -204,7 +204,7 @@ def make_micro_batch(rows: Sequence[RowLike], anchors: Sequence[Integers], block
         input_ids=torch.cat([row.input_ids[:n] for (row, _), n in zip(kept, lengths[1:], strict=True)]).long(),
         positions=torch.cat([torch.arange(n) for n in lengths[1:]]),
         sequence_starts=torch.from_numpy(starts),
-        hidden_states=torch.cat([row.features[:n] for (row, _), n in zip(kept, lengths[1:], strict=True)]),
+        hidden_states=torch.cat([row.hidden_states[:n] for (row, _), n in zip(kept, lengths[1:], strict=True)]),
         block_sequence=torch.repeat_interleave(torch.arange(len(kept)), torch.tensor(counts[1:])),
         block_anchor=torch.from_numpy(
             np.concatenate([chosen + start for (_, chosen), start in zip(kept, starts[:-1], strict=True)])

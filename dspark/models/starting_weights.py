@@ -100,7 +100,7 @@ def match_initial_logits(drafter: Drafter, target: Target, pairs: Tensor, counts
         sample_id="probe",
         input_ids=ids,
         spans=((1, len(ids)),),
-        features=captured.features[0].cpu(),
+        hidden_states=captured.hidden_states[0].cpu(),
         teacher_positions=torch.arange(len(ids)),
         teacher=Teacher(last_hidden_state=captured.last_hidden_state[0].cpu()),
     )

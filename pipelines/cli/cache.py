@@ -113,7 +113,7 @@ def sample(
 def recode(
     path: PathArgument,
     new: NewArgument,
-    features: FeaturesOption = "",
+    hidden_states: FeaturesOption = "",
     teacher: TeacherOption = "",
     codecs_of: Annotated[
         str,
@@ -141,7 +141,7 @@ def recode(
     from storage.cache.rewrite import recode as recode_cache
     from storage.cache.target_cache import TargetCache
 
-    features_codec, teacher_codec = _codec(features), _codec(teacher)
+    features_codec, teacher_codec = _codec(hidden_states), _codec(teacher)
     cache = TargetCache.open(cache_in(path))
     parts = parts_of(cache, target, teacher_codec) if target and teacher_codec else None
     components = None
@@ -151,7 +151,7 @@ def recode(
         recode_cache(
             cache_in(path),
             new,
-            features=features_codec,
+            hidden_states=features_codec,
             teacher=teacher_codec,
             codecs_of=cache_in(codecs_of) if codecs_of else None,
             target=parts,
@@ -197,7 +197,7 @@ def merge(
 def import_deepspec(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A cache of the reference (version 2).")],
     new: NewArgument,
-    features: FeaturesOption = "bf16",
+    hidden_states: FeaturesOption = "bf16",
     teacher: TeacherOption = "bf16",
     all_positions: Annotated[
         bool, typer.Option("--all-positions", help="Keep last states where nothing is supervised, too.")
@@ -214,13 +214,13 @@ def import_deepspec(
     from storage.cache.deepspec_import import import_deepspec as import_cache
     from storage.cache.plan import DEFAULT_TOKENS_PER_SHARD
 
-    features_codec, teacher_codec = _codec(features), _codec(teacher)
+    features_codec, teacher_codec = _codec(hidden_states), _codec(teacher)
     with _progress(f"importing {source}", as_json) as on_shard:
         import_cache(
             source,
             new,
             contract=_json_object(contract),
-            features=features_codec,
+            hidden_states=features_codec,
             teacher=teacher_codec,
             teacher_scope="all" if all_positions else "supervised",
             tokens_per_shard=tokens_per_shard or DEFAULT_TOKENS_PER_SHARD,

@@ -123,7 +123,7 @@ def sample_codecs(worker: CaptureWorker, rows: Sequence[CacheRow]) -> SampleCode
     """
     taken, cache, spec = [teacher_row(row) for row in rows], worker.settings.cache, worker.spec
     count = cache.hidden_states_options.get("directions") or count_components(spec, cache.components)
-    projection, shares = leading_components([], [(row.features, True) for row in taken], count)
+    projection, shares = leading_components([], [(row.hidden_states, True) for row in taken], count)
     return SampleCodecs(
         taken,
         layers=len(spec.target_layer_ids),
@@ -165,11 +165,13 @@ def _write_sample(settings: Settings, sample: SampleCodecs, rows: Sequence[Cache
         num_layers=sample.layers,
         hidden_size=sample.hidden_size,
         samples=[(row.sample_id, len(row.input_ids)) for row in rows],
-        features=spec_of(settings, "features"),
+        hidden_states=spec_of(settings, "features"),
         teacher=spec_of(settings, "teacher"),
     )
     assert plan.teacher is not None
-    codecs = caches.Codecs(features=sample.fit("features", plan.features), teacher=sample.fit("teacher", plan.teacher))
+    codecs = caches.Codecs(
+        hidden_states=sample.fit("features", plan.hidden_states), teacher=sample.fit("teacher", plan.teacher)
+    )
     with tempfile.TemporaryDirectory() as folder:
         caches.create_or_resume(folder, plan, codecs)
         for shard, (start, stop) in enumerate(plan.shards):
@@ -190,8 +192,8 @@ def plan_text(plan: dict[str, Any]) -> str:
         f"{'codec':<12} {'features B/token':>17} {'SNR dB':>7} {'teacher B/state':>16} {'error':>7}",
     ]
     for entry in plan["codecs"]:
-        features, teacher = entry.get("features"), entry.get("teacher")
-        cells = ["", ""] if features is None else [_cell(features["bytes"]), _cell(features["snr_db"])]
+        hidden_states, teacher = entry.get("features"), entry.get("teacher")
+        cells = ["", ""] if hidden_states is None else [_cell(hidden_states["bytes"]), _cell(hidden_states["snr_db"])]
         cells += ["", ""] if teacher is None else [_cell(teacher["bytes"]), f"{teacher['bound']:.4f}"]
         lines.append(f"{entry['codec']:<12} {cells[0]:>17} {cells[1]:>7} {cells[2]:>16} {cells[3]:>7}")
     chosen, size = plan["configured"], plan["cache_bytes"]

@@ -226,7 +226,7 @@ def plan_cache(
         num_layers=len(spec.target_layer_ids),
         hidden_size=spec.hidden_size,
         samples=[(row.sample_id, len(row.input_ids)) for row in rows],
-        features=codecs["features"],
+        hidden_states=codecs["features"],
         teacher=codecs["teacher"],
         tokens_per_shard=settings.cache.tokens_per_shard,
         inputs={**inputs, "dtype": settings.target.dtype},
@@ -252,7 +252,7 @@ def _create(
 ) -> set[int]:
     """Create the cache, its codecs fitted by a worker if they have statistics; the shards already committed."""
     assert plan.teacher is not None
-    fitted = not all(codec_class(spec.name).exact for spec in (plan.features, plan.teacher))
+    fitted = not all(codec_class(spec.name).exact for spec in (plan.hidden_states, plan.teacher))
     if fitted and not Folder(root).exists("manifest.json"):
         tokens = max(MIN_FIT_TOKENS, FIT_TOKENS_A_CHANNEL * plan.num_layers * plan.hidden_size)
         sample = evenly_spaced(rows, max(8, tokens * len(rows) // plan.tokens))

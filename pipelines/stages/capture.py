@@ -151,7 +151,7 @@ class CaptureWorker:
                 sample_id=row.sample_id,
                 input_ids=row.input_ids,
                 spans=row.spans,
-                features=_own(states.features[index, : len(row.input_ids)]),
+                hidden_states=_own(states.hidden_states[index, : len(row.input_ids)]),
                 last_hidden_state=_own(states.last_hidden_state[index, : len(row.input_ids)]),
                 extra=row.extra,
             )
@@ -166,15 +166,15 @@ class CaptureWorker:
     def _fit(self, item: FitItem) -> Codecs:
         plan, rows = item.plan, self.capture(item.rows)
         tensors = None
-        if plan.features.name == "projected":
+        if plan.hidden_states.name == "projected":
             assert item.components is not None
             tensors = read_components(item.components)
         teacher = plan.teacher
         assert teacher is not None
         return Codecs(
-            features=fit_codec(
-                plan.features,
-                [(row.features, True) for row in map(teacher_row, rows)],
+            hidden_states=fit_codec(
+                plan.hidden_states,
+                [(row.hidden_states, True) for row in map(teacher_row, rows)],
                 width=plan.num_layers * plan.hidden_size,
                 layers=plan.num_layers,
                 tensors=tensors,
@@ -223,7 +223,7 @@ def teacher_row(row: CacheRow) -> TeacherRow:
     assert row.last_hidden_state is not None
     positions = teacher_positions(row.spans, len(row.input_ids))
     return TeacherRow(
-        features=as_tensor(row.features).cpu(),
+        hidden_states=as_tensor(row.hidden_states).cpu(),
         last_hidden_state=as_tensor(row.last_hidden_state).cpu(),
         positions=positions,
     )

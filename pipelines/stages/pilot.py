@@ -193,7 +193,7 @@ class _CachedRows(Sequence[tuple["torch.Tensor", bool]]):
         return len(self._rows)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._cache.row(self._rows[index]).features, True
+        return self._cache.row(self._rows[index]).hidden_states, True
 
 
 class PilotWorker(CaptureWorker):

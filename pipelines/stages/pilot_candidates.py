@@ -136,7 +136,7 @@ class FeatureComparison:
                 sample_id=conversation.sample_id,
                 input_ids=torch.tensor(conversation.input_ids),
                 spans=tuple(conversation.spans),
-                features=row.features.float(),
+                hidden_states=row.hidden_states.float(),
                 teacher_positions=positions,
                 teacher=StoredTeacher(last_hidden_state=row.last_hidden_state[positions].float()),
             )

@@ -95,12 +95,12 @@ def create_or_resume(root: Root, plan: CachePlan, codecs: Codecs | Callable[[], 
 def _codecs_for(plan: CachePlan, codecs: Codecs | Callable[[], Codecs] | None) -> Codecs:
     width = plan.num_layers * plan.hidden_size
     if codecs is None:
-        features = fit_codec(plan.features, [], width=width, layers=plan.num_layers)
+        hidden_states = fit_codec(plan.hidden_states, [], width=width, layers=plan.num_layers)
         teacher = fit_codec(plan.teacher, [], width=plan.hidden_size) if plan.teacher else None
-        return Codecs(features=features, teacher=teacher)
+        return Codecs(hidden_states=hidden_states, teacher=teacher)
     fitted = codecs() if callable(codecs) else codecs
     pairs = [
-        ("features", fitted.features, plan.features, width),
+        ("features", fitted.hidden_states, plan.hidden_states, width),
         ("teacher", fitted.teacher, plan.teacher, plan.hidden_size),
     ]
     for part, codec, spec, expected in pairs:
@@ -114,7 +114,7 @@ def _codecs_for(plan: CachePlan, codecs: Codecs | Callable[[], Codecs] | None) -
 def _create(folder: Folder, plan: CachePlan, codecs: Codecs) -> None:
     folder.make()
     described: dict[str, Any] = {}
-    for part, codec in (("features", codecs.features), ("teacher", codecs.teacher)):
+    for part, codec in (("features", codecs.hidden_states), ("teacher", codecs.teacher)):
         if codec is None:
             described[part] = None
             continue
@@ -161,9 +161,9 @@ def open_folder(folder: Folder) -> Opened:
         if entry is not None and entry["width"] != width:
             raise CacheCorrupt(f"{name}: codecs.{part}.width is {entry['width']}, the fields make it {width}; {WHOLE}")
         loaded[part] = _load_codec(folder, entry) if entry else None
-    features = loaded["features"]
-    assert features is not None
-    codecs = Codecs(features=features, teacher=loaded["teacher"])
+    hidden_states = loaded["features"]
+    assert hidden_states is not None
+    codecs = Codecs(hidden_states=hidden_states, teacher=loaded["teacher"])
     return Opened(folder, manifest, hashlib.sha256(data).hexdigest(), samples, codecs)
 
 

@@ -168,7 +168,7 @@ def import_deepspec(
     root: str | PathLike[str],
     *,
     contract: Mapping[str, Any] | None = None,
-    features: CodecSpec | None = None,
+    hidden_states: CodecSpec | None = None,
     teacher: CodecSpec | None = None,
     teacher_scope: Literal["supervised", "all"] = "supervised",
     tokens_per_shard: int = DEFAULT_TOKENS_PER_SHARD,
@@ -198,7 +198,7 @@ def import_deepspec(
         hidden_size=cache.hidden_size,
         samples=[(str(cache.records[index][0]), cache.length(index)) for index in kept],
         spans=[spans_of(cache.loss_mask(index)) for index in kept],
-        features=features or CodecSpec(name="bf16"),
+        hidden_states=hidden_states or CodecSpec(name="bf16"),
         teacher=teacher or CodecSpec(name="bf16"),
         teacher_scope=teacher_scope,
         tokens_per_shard=tokens_per_shard,
@@ -227,7 +227,7 @@ def _row(sample: DeepSpecSample) -> CacheRow:
         sample_id=str(sample.sample_id),
         input_ids=sample.input_ids,
         spans=spans_of(sample.loss_mask),
-        features=sample.states,
+        hidden_states=sample.states,
         last_hidden_state=sample.last_hidden_state,
     )
 
@@ -237,20 +237,20 @@ def _fit(cache: DeepSpecCache, plan: CachePlan, kept: list[int]) -> Codecs:
     step = max(1, plan.tokens // FIT_TOKENS)
     rows = [_row(cache.sample(index)) for index in kept[::step]]
     layers, hidden = plan.num_layers, plan.hidden_size
-    of_features = [(as_tensor(row.features), True) for row in rows]
+    of_features = [(as_tensor(row.hidden_states), True) for row in rows]
     of_teacher = []
     for row in rows:
         assert row.last_hidden_state is not None
         positions = teacher_positions(row.spans, len(row.input_ids), plan.teacher_scope)
         of_teacher.append(
             TeacherRow(
-                features=as_tensor(row.features),
+                hidden_states=as_tensor(row.hidden_states),
                 last_hidden_state=as_tensor(row.last_hidden_state),
                 positions=positions,
             )
         )
     assert plan.teacher is not None
     return Codecs(
-        features=fit_codec(plan.features, of_features, width=layers * hidden, layers=layers),
+        hidden_states=fit_codec(plan.hidden_states, of_features, width=layers * hidden, layers=layers),
         teacher=fit_teacher(plan.teacher, of_teacher, width=hidden),
     )

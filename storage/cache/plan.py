@@ -47,7 +47,7 @@ class CachePlan:
     num_layers: int
     hidden_size: int
     samples: Sequence[tuple[str, int]]
-    features: CodecSpec = field(default_factory=lambda: CodecSpec(name="bf16"))
+    hidden_states: CodecSpec = field(default_factory=lambda: CodecSpec(name="bf16"))
     teacher: CodecSpec | None = field(default_factory=lambda: CodecSpec(name="bf16"))
     teacher_scope: Literal["supervised", "all"] = "supervised"
     tokens_per_shard: int = DEFAULT_TOKENS_PER_SHARD
@@ -94,7 +94,7 @@ class CachePlan:
                 "inputs": self.inputs,
                 "num_layers": self.num_layers,
                 "hidden_size": self.hidden_size,
-                "features": self.features.to_dict(),
+                "features": self.hidden_states.to_dict(),
                 "teacher": self.teacher.to_dict() if self.teacher else None,
                 "teacher_scope": self.teacher_scope,
                 "unit_tokens": self.tokens_per_shard,
@@ -116,12 +116,12 @@ class CachePlan:
 class Codecs:
     """The fitted codecs of a cache. `teacher` is None when last states are not stored."""
 
-    features: Codec
+    hidden_states: Codec
     teacher: Codec | None
 
     def estimate_bytes(self, tokens: int, teacher_tokens: int, rows: int) -> int:
         """Bytes of a shard's rows, by the rates measured when the codecs were fitted (raw size if never)."""
-        size = tokens * (_bytes_per_token(self.features) + 4) + rows * ROW_BYTES
+        size = tokens * (_bytes_per_token(self.hidden_states) + 4) + rows * ROW_BYTES
         if self.teacher is not None:
             size += teacher_tokens * _bytes_per_token(self.teacher)
         return round(size)

@@ -55,14 +55,14 @@ def _form(content: Mapping[str, Any]) -> bytes:
 class CacheRow:
     """One sequence as the builder hands it over. S tokens, m captured layers, d hidden size.
 
-    `features` [S, m, d] or [S, m*d]; `last` [S, d] (after the final norm) or None when the teacher is not stored;
+    `hidden_states` [S, m, d] or [S, m*d]; `last` [S, d] (after the final norm) or None when the teacher is not stored;
     bf16 or float32, torch or numpy. `spans` are half-open, sorted, apart, and cover the supervised tokens.
     """
 
     sample_id: str
     input_ids: Sequence[int] | np.ndarray | torch.Tensor
     spans: Sequence[tuple[int, int]]
-    features: torch.Tensor | np.ndarray
+    hidden_states: torch.Tensor | np.ndarray
     last_hidden_state: torch.Tensor | np.ndarray | None
     extra: Mapping[str, Any] = field(default_factory=dict)
 

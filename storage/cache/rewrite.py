@@ -109,7 +109,7 @@ def recode(
     source: Root,
     root: Root,
     *,
-    features: CodecSpec | None = None,
+    hidden_states: CodecSpec | None = None,
     teacher: CodecSpec | None = None,
     codecs_of: Root | None = None,
     target: TargetParts | None = None,
@@ -132,16 +132,18 @@ def recode(
     cache = TargetCache.open(source)
     given = load_codecs(codecs_of) if codecs_of is not None else None
     if given is not None:
-        if features or teacher:
+        if hidden_states or teacher:
             raise StorageError("give codecs by name, or a cache to take them from, not both")
-        features = CodecSpec(name=given.features.name, settings=given.features.settings)
+        hidden_states = CodecSpec(name=given.hidden_states.name, settings=given.hidden_states.settings)
         teacher = CodecSpec(name=given.teacher.name, settings=given.teacher.settings) if given.teacher else None
-    if features is None and teacher is None:
-        raise StorageError("neither a codec for the features nor one for the teacher is given: nothing would change")
-    if features is not None and cache.projection is not None:
+    if hidden_states is None and teacher is None:
         raise StorageError(
-            f"{cache.folder} keeps {cache.codecs.features.out_width} components of the captured states, not the "
-            "states themselves: its features cannot be coded anew; recode the cache that they were made from"
+            "neither a codec for the hidden states nor one for the teacher is given: nothing would change"
+        )
+    if hidden_states is not None and cache.projection is not None:
+        raise StorageError(
+            f"{cache.folder} keeps {cache.codecs.hidden_states.out_width} components of the captured states, not the "
+            "states themselves: its hidden states cannot be coded anew; recode the cache that they were made from"
         )
     if teacher is not None and cache.codecs.teacher is None:
         raise StorageError(f"{cache.folder} stores no teacher that could be coded; build the cache anew")
@@ -158,7 +160,7 @@ def recode(
         raise StorageError(
             f"teacher codec {teacher.name!r} asks for the target that the states are of: give it too (--target)"
         )
-    if components is None and features is not None and features.name == "projected" and given is None:
+    if components is None and hidden_states is not None and hidden_states.name == "projected" and given is None:
         raise StorageError("codec 'projected' keeps what a pilot drafter looks at: give it too (--pilot)")
     fields = cache.manifest["fields"]
     inputs = {**fields["inputs"], "recoded_from": cache.identity}
@@ -167,7 +169,7 @@ def recode(
     old = {part: CodecSpec(**fields[part]) if fields[part] else None for part in ("features", "teacher")}
     plan = _plan_from(
         [cache],
-        features=features or old["features"],
+        hidden_states=hidden_states or old["features"],
         teacher=teacher or old["teacher"],
         inputs=inputs,
         tokens_per_shard=tokens_per_shard or fields["unit_tokens"],
@@ -175,28 +177,30 @@ def recode(
     )
 
     def codecs() -> Codecs:
-        fresh = given or _fit(cache, features, teacher, target, components)
+        fresh = given or _fit(cache, hidden_states, teacher, target, components)
         return Codecs(
-            features=fresh.features if features else cache.codecs.features,
+            hidden_states=fresh.hidden_states if hidden_states else cache.codecs.hidden_states,
             teacher=fresh.teacher if teacher else cache.codecs.teacher,
         )
 
-    work = partial(_recoded, features=features is not None, teacher=teacher is not None, target=target)
+    work = partial(_recoded, hidden_states=hidden_states is not None, teacher=teacher is not None, target=target)
     return write_cache(root, plan, codecs, cache, work, cost=cache.decoded_bytes, workers=workers, on_shard=on_shard)
 
 
 def _recoded(
-    cache: TargetCache, index: int, codecs: Codecs, *, features: bool, teacher: bool, target: TargetParts | None
+    cache: TargetCache, index: int, codecs: Codecs, *, hidden_states: bool, teacher: bool, target: TargetParts | None
 ) -> Mapping[str, Any]:
     columns = dict(cache.raw_row(index))
     row = cache.decode(columns, dtype=torch.float32)
-    if features:
-        columns["context"] = codecs.features.encode(row.features, first=True)
+    if hidden_states:
+        columns["context"] = codecs.hidden_states.encode(row.hidden_states, first=True)
     if teacher and len(row.teacher_positions):
         assert codecs.teacher is not None
         codecs.teacher.target = target
         whole = _teacher_row(row)
-        columns["teacher"] = codecs.teacher.encode_teacher(whole.features, whole.last_hidden_state, whole.positions)
+        columns["teacher"] = codecs.teacher.encode_teacher(
+            whole.hidden_states, whole.last_hidden_state, whole.positions
+        )
     columns["checksum"] = checksum_of(columns)
     return columns
 
@@ -205,12 +209,12 @@ def _teacher_row(row: StoredRow) -> TeacherRow:
     """A stored row as codecs of the teacher see one: last states at every token, zero where none is stored."""
     last = torch.zeros(len(row.input_ids), row.last_hidden_state.shape[1])
     last[row.teacher_positions] = row.last_hidden_state
-    return TeacherRow(features=row.features, last_hidden_state=last, positions=row.teacher_positions.numpy())
+    return TeacherRow(hidden_states=row.hidden_states, last_hidden_state=last, positions=row.teacher_positions.numpy())
 
 
 def _fit(
     cache: TargetCache,
-    features: CodecSpec | None,
+    hidden_states: CodecSpec | None,
     teacher: CodecSpec | None,
     target: TargetParts | None,
     components: Mapping[str, torch.Tensor] | None,
@@ -220,14 +224,14 @@ def _fit(
     step = max(1, int(cache.lengths.sum(dtype=np.int64)) // FIT_TOKENS)
     rows = list(cache.rows(range(0, len(cache), step), dtype=torch.float32))
     layers, hidden = fields["num_layers"], fields["hidden_size"]
-    of_features: Codec = cache.codecs.features
-    if features is not None:
-        sample = [(row.features, True) for row in rows]
-        of_features = fit_codec(features, sample, width=layers * hidden, layers=layers, tensors=components)
+    of_features: Codec = cache.codecs.hidden_states
+    if hidden_states is not None:
+        sample = [(row.hidden_states, True) for row in rows]
+        of_features = fit_codec(hidden_states, sample, width=layers * hidden, layers=layers, tensors=components)
     of_teacher = cache.codecs.teacher
     if teacher is not None:
         of_teacher = fit_teacher(teacher, [_teacher_row(row) for row in rows], width=hidden, target=target)
-    return Codecs(features=of_features, teacher=of_teacher)
+    return Codecs(hidden_states=of_features, teacher=of_teacher)
 
 
 class _Joined:
@@ -298,7 +302,7 @@ def merge(
     fields = first.manifest["fields"]
     plan = _plan_from(
         caches,
-        features=CodecSpec(**fields["features"]),
+        hidden_states=CodecSpec(**fields["features"]),
         teacher=CodecSpec(**fields["teacher"]) if fields["teacher"] else None,
         inputs={"merged_from": [cache.identity for cache in caches], **({"number_ids": True} if number_ids else {})},
         prefixes=prefixes,
@@ -328,14 +332,14 @@ def _require_alike(first: TargetCache, other: TargetCache) -> None:
 def _plan_from(
     caches: Sequence[TargetCache],
     *,
-    features: CodecSpec | None,
+    hidden_states: CodecSpec | None,
     teacher: CodecSpec | None,
     inputs: Mapping[str, Any],
     prefixes: Sequence[str] = ("",),
     tokens_per_shard: int = DEFAULT_TOKENS_PER_SHARD,
     max_bytes: int | None = None,
 ) -> CachePlan:
-    assert features is not None
+    assert hidden_states is not None
     skipped: dict[str, list[str]] = {}
     shortened: list[str] = []
     samples: list[tuple[str, int]] = []
@@ -349,7 +353,7 @@ def _plan_from(
         **{name: fields[name] for name in COPIED_FIELDS},
         samples=samples,
         spans=[cache.spans(index) for cache in caches for index in range(len(cache))],
-        features=features,
+        hidden_states=hidden_states,
         teacher=teacher,
         tokens_per_shard=tokens_per_shard,
         inputs=inputs,

@@ -35,14 +35,14 @@ BATCH_BYTES = 4 << 20
 class StoredRow:
     """One sequence as a reader gets it. S tokens, P teacher positions.
 
-    `features` [S, c]: m*d captured states, or the components that the cache's codec keeps; `teacher` at
+    `hidden_states` [S, c]: m*d captured states, or the components that the cache's codec keeps; `teacher` at
     `teacher_positions` [P]: the teacher of label t+1 is what the target thinks at t. None if the cache stores none.
     """
 
     sample_id: str
     input_ids: torch.Tensor
     spans: tuple[tuple[int, int], ...]
-    features: torch.Tensor
+    hidden_states: torch.Tensor
     teacher_positions: torch.Tensor
     teacher: StoredTeacher | None
     extra: dict[str, Any] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class StoredRow:
     def last_hidden_state(self) -> torch.Tensor:
         """[P, d], [0, 0] without a teacher. ValueError where the teacher is kept in another form."""
         if self.teacher is None:
-            return self.features.new_empty(0, 0)
+            return self.hidden_states.new_empty(0, 0)
         if self.teacher.last_hidden_state is None:
             raise StorageError(
                 f"sample {self.sample_id!r}: this cache keeps no last states, but "
@@ -74,10 +74,10 @@ def encode_row(row: CacheRow, codecs: Codecs, *, scope: str) -> dict[str, Any]:
     input_ids = np.asarray(row.input_ids, np.int32).reshape(-1)
     length = len(input_ids)
     spans = check_spans(row.spans, length, row.sample_id)
-    features = as_tensor(row.features)
-    features = features.reshape(features.shape[0], -1)
-    _check(row.sample_id, "captured states", features, (length, codecs.features.width))
-    context = codecs.features.encode(features, first=True)
+    hidden_states = as_tensor(row.hidden_states)
+    hidden_states = hidden_states.reshape(hidden_states.shape[0], -1)
+    _check(row.sample_id, "captured states", hidden_states, (length, codecs.hidden_states.width))
+    context = codecs.hidden_states.encode(hidden_states, first=True)
     teacher, positions = b"", teacher_positions(spans, length, scope)
     if codecs.teacher is not None:
         if row.last_hidden_state is None:
@@ -85,7 +85,7 @@ def encode_row(row: CacheRow, codecs: Codecs, *, scope: str) -> dict[str, Any]:
         last = as_tensor(row.last_hidden_state)
         _check(row.sample_id, "last states", last, (length, codecs.teacher.width))
         if len(positions):
-            teacher = codecs.teacher.encode_teacher(features, last, positions)
+            teacher = codecs.teacher.encode_teacher(hidden_states, last, positions)
     flat = np.array(spans, np.int32).reshape(-1)
     extra = json.dumps(dict(row.extra), sort_keys=True, ensure_ascii=False)
     return {
@@ -241,7 +241,7 @@ def decode_row(
         # Before anything is decoded: the spans say how many teacher positions there are.
         spans = check_spans(columns["spans"].reshape(-1, 2), length, columns["sample_id"])
         positions = teacher_positions(spans, length, scope)
-        features = codecs.features.decode(columns["context"], length, device=device, dtype=dtype)
+        hidden_states = codecs.hidden_states.decode(columns["context"], length, device=device, dtype=dtype)
         if codecs.teacher is not None and not len(positions):
             teacher = StoredTeacher(
                 last_hidden_state=torch.empty(0, codecs.teacher.out_width, dtype=dtype, device=device)
@@ -254,7 +254,7 @@ def decode_row(
         sample_id=columns["sample_id"],
         input_ids=torch.from_numpy(columns["input_ids"].astype(np.int64)),
         spans=spans,
-        features=features,
+        hidden_states=hidden_states,
         teacher_positions=torch.from_numpy(positions),
         teacher=teacher,
         extra=parse_json(columns["extra"].encode(), f"sample {columns['sample_id']!r}, extra"),

@@ -181,16 +181,16 @@ class TargetCache:
 
     @property
     def projection(self) -> torch.Tensor | None:
-        """P [C, m*d] float32 if `features` are components P x, else None.
+        """P [C, m*d] float32 if `hidden_states` are components P x, else None.
 
         A context projection F [d, C] trained on them is F @ P on the captured states themselves.
         """
-        return self.codecs.features.projection
+        return self.codecs.hidden_states.projection
 
     @property
     def unprojection(self) -> torch.Tensor | None:
-        """[m*d, C]: states out of components, as well as these know them; None where `features` are states."""
-        return self.codecs.features.unprojection
+        """[m*d, C]: states out of components, as well as these know them; None where they are the states."""
+        return self.codecs.hidden_states.unprojection
 
     def tokens(self, index: int) -> tuple[np.ndarray, Spans]:
         """Token ids [S] and supervised spans of a row; its states are not looked at, and so not its checksum."""
@@ -267,7 +267,7 @@ class TargetCache:
     def decoded_bytes(self, rows: int | Iterable[int], *, dtype: torch.dtype = torch.bfloat16) -> int:
         """The most bytes that these rows take once decoded: a teacher at every position."""
         lengths = self._opened.samples.lengths[self._rows[[rows] if isinstance(rows, int) else list(rows)]]
-        width = self.codecs.features.out_width + (self.codecs.teacher.out_width if self.codecs.teacher else 0)
+        width = self.codecs.hidden_states.out_width + (self.codecs.teacher.out_width if self.codecs.teacher else 0)
         return int(lengths.sum(dtype=np.int64)) * (width * dtype.itemsize + 16)  # 16: token id and teacher position
 
     def __iter__(self) -> Iterator[StoredRow]:

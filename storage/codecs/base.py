@@ -94,7 +94,7 @@ class StoredTeacher:
 class TeacherRow:
     """A sequence to fit teacher codecs on: captured states [S, m*d], last states [S, d], positions [P]."""
 
-    features: torch.Tensor
+    hidden_states: torch.Tensor
     last_hidden_state: torch.Tensor
     positions: np.ndarray
 
@@ -210,7 +210,7 @@ class Codec(ABC):
         """What a perfect decoding of `values` [R, W] would return, [R, C] float32."""
         return values.float()
 
-    def encode_teacher(self, features: torch.Tensor, last: torch.Tensor, positions: np.ndarray) -> bytes:
+    def encode_teacher(self, hidden_states: torch.Tensor, last: torch.Tensor, positions: np.ndarray) -> bytes:
         """A row's teacher to bytes: captured states [S, W of the context], last states [S, d], positions [P]."""
         return self.encode(last[torch.from_numpy(positions).to(last.device)], first=bool(positions[0] == 0))
 

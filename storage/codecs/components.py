@@ -1,6 +1,6 @@
 """Which components of the captured states drafters look at. W captured width, d hidden size, C components, R rows.
 
-A drafter sees its features x only through its context projection F [d, W]. With S the covariance of the states, the
+A drafter sees hidden states x only through its context projection F [d, W]. With S the covariance of the states, the
 error that C components leave in F x is least, over all linear ways to keep them, for the leading eigenvectors of
 S^1/2 F^T F S^1/2. A fresh drafter will look a little elsewhere than the pilot did, and several pilots look at several
 things, so the reader whose error counts is their sum, each by its share of what it reads, and a small part of one that

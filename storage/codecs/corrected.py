@@ -43,7 +43,7 @@ class Corrected(TopCorrected):
         coarse = Transform.fit(sample, width=width, tensors={"metric": metric}, **cls._coarse_settings(chosen))
         return cls(width=width, settings=settings, tensors=coarse.tensors)
 
-    def encode_teacher(self, features: torch.Tensor, last: torch.Tensor, positions: np.ndarray) -> bytes:
+    def encode_teacher(self, hidden_states: torch.Tensor, last: torch.Tensor, positions: np.ndarray) -> bytes:
         exact = last[torch.from_numpy(positions).to(last.device)]
         coarse = self.coarse.encode(exact, first=bool(positions[0] == 0))
         states = self.coarse.decode(coarse, len(exact), dtype=torch.float32)

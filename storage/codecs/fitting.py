@@ -82,7 +82,7 @@ class SampleCodecs:
         if part == "teacher":
             parts = self.target(spec.name)
             return fit_teacher(spec, self.rows, width=self.hidden_size, target=parts, temperature=self.temperature)
-        sample = [(row.features, True) for row in self.fitting]
+        sample = [(row.hidden_states, True) for row in self.fitting]
         width = self.layers * self.hidden_size
         return fit_codec(spec, sample, width=width, layers=self.layers, tensors=self.components)
 
@@ -90,7 +90,7 @@ class SampleCodecs:
         """What a codec that was fitted here costs and loses on the rows that it was not fitted on."""
         if part == "teacher":
             return codec.measured  # on those rows
-        return measure(codec, [(row.features, True) for row in self.measuring], layers=self.layers)
+        return measure(codec, [(row.hidden_states, True) for row in self.measuring], layers=self.layers)
 
 
 def _up_to(rows: Sequence[TeacherRow], positions: int) -> list[TeacherRow]:

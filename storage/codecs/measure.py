@@ -61,7 +61,7 @@ def measure_teacher(codec: Codec, rows: Sequence[TeacherRow], *, temperature: fl
         found = measure(codec, last_state_sample(rows))
     exact, stored, size = [], [], 0
     for row in rows:
-        payload = codec.encode_teacher(row.features, row.last_hidden_state, row.positions)
+        payload = codec.encode_teacher(row.hidden_states, row.last_hidden_state, row.positions)
         size += len(payload)
         decoded = codec.decode_teacher(payload, row.positions, dtype=torch.float32)
         exact.append(row.last_hidden_state[torch.from_numpy(row.positions)])

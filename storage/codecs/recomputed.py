@@ -32,15 +32,15 @@ class Recomputed(TopCorrected):
     @classmethod
     def fit_rows(cls, rows: Sequence[TeacherRow], target: TargetParts | None, *, width: int, **settings: Any) -> Self:
         layer = settings.get("layer", -1)
-        sample = [(layer_of(row.features, layer, width), True) for row in rows]
+        sample = [(layer_of(row.hidden_states, layer, width), True) for row in rows]
         coarse = Transform.fit(
             sample, width=width, **cls._coarse_settings(cls(width=width, settings=settings).settings)
         )
         return cls(width=width, settings=settings, tensors=coarse.tensors)
 
-    def encode_teacher(self, features: torch.Tensor, last: torch.Tensor, positions: np.ndarray) -> bytes:
+    def encode_teacher(self, hidden_states: torch.Tensor, last: torch.Tensor, positions: np.ndarray) -> bytes:
         length = int(positions[-1]) + 1
-        coarse = self.coarse.encode(layer_of(features[:length], self.settings["layer"], self.width), first=True)
+        coarse = self.coarse.encode(layer_of(hidden_states[:length], self.settings["layer"], self.width), first=True)
         if self.target is None or self.target.finish is None:
             raise StorageError(f"codec {self.name!r} needs the target's layers above the last captured one to encode")
         index = torch.from_numpy(positions)
@@ -57,7 +57,7 @@ class Recomputed(TopCorrected):
         return StoredTeacher(source=source, **top)
 
 
-def layer_of(features: torch.Tensor, layer: int, width: int) -> torch.Tensor:
+def layer_of(hidden_states: torch.Tensor, layer: int, width: int) -> torch.Tensor:
     """[S, d] of one captured layer (by place, from the end if negative) out of [S, m*d]."""
-    start = layer * width % features.shape[1]
-    return features[:, start : start + width]
+    start = layer * width % hidden_states.shape[1]
+    return hidden_states[:, start : start + width]

@@ -42,7 +42,7 @@ def packed(case: dict[str, np.ndarray], block_size: int, **options: Any) -> Micr
                 sample_id=str(row),
                 input_ids=torch.from_numpy(ids.astype(np.int64)),
                 spans=spans_of(case["loss_mask"][row]),
-                features=torch.from_numpy(case["target_hidden_states"][row]),
+                hidden_states=torch.from_numpy(case["target_hidden_states"][row]),
                 teacher_positions=torch.arange(len(ids)),
                 teacher=Teacher(last_hidden_state=torch.from_numpy(case["target_last_hidden_states"][row])),
             )

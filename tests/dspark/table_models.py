@@ -36,7 +36,7 @@ class TableTarget:
 class TableProposer(Proposer):
     """Drafts from table [V, V]; confidence logits [V] of a slot depend on the token before it."""
 
-    needs_features = False
+    needs_hidden_states = False
     has_confidence = True
 
     def __init__(self, table: Any, confidence_logits: Any, block_size: int) -> None:
@@ -125,7 +125,7 @@ class ScriptedProposer(Proposer):
     logits the draft counts as certain, which is lossless and rejects as often as the target disagrees.
     """
 
-    needs_features = False
+    needs_hidden_states = False
 
     def __init__(
         self, script: Callable[[list[int], int], Any], block_size: int, vocab_size: int, has_confidence: bool = False

@@ -152,7 +152,7 @@ def require_right(target: Target) -> None:
         captured = target.capture(rows, mask, logits=True)
         assert captured.logits is not None
         states = torch.cat([own.hidden_states[layer + 1] for layer in target.layer_ids], -1)
-        pairs = (("hidden states", captured.features, states), ("logits", captured.logits, own.logits))
+        pairs = (("hidden states", captured.hidden_states, states), ("logits", captured.logits, own.logits))
         for what, ours, theirs in pairs:
             close = torch.allclose(ours[:1, : text.shape[1]], theirs, atol=1e-4, rtol=1e-4)
             assert close, f"{what} of request {completion.request_id}"

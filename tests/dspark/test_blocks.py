@@ -53,7 +53,7 @@ def sample(index: int, length: int, width: int = 96) -> StoredRow:
         sample_id=str(index),
         input_ids=torch.randint(0, 97, (length,), generator=generator),
         spans=((1, length),),
-        features=torch.randn(length, width, generator=generator),
+        hidden_states=torch.randn(length, width, generator=generator),
         teacher_positions=torch.arange(length),
         teacher=Teacher(last_hidden_state=torch.randn(length, 32, generator=generator)),
     )
@@ -77,12 +77,14 @@ def test_nothing_from_the_anchor_on_reaches_a_block(name: str) -> None:
     for block, anchor in enumerate(batch.block_anchor.tolist()):
         sequence = int(batch.block_sequence[block])
         end = int(batch.sequence_starts[sequence + 1])
-        features = batch.hidden_states.clone()
-        features[anchor:end] += 100 * torch.randn_like(features[anchor:end])
-        close(drafter.block_states(replace(batch, hidden_states=features))[block], states[block])
-        features = batch.hidden_states.clone()
-        features[anchor - 1] += 1
-        assert not torch.allclose(drafter.block_states(replace(batch, hidden_states=features))[block], states[block])
+        hidden_states = batch.hidden_states.clone()
+        hidden_states[anchor:end] += 100 * torch.randn_like(hidden_states[anchor:end])
+        close(drafter.block_states(replace(batch, hidden_states=hidden_states))[block], states[block])
+        hidden_states = batch.hidden_states.clone()
+        hidden_states[anchor - 1] += 1
+        assert not torch.allclose(
+            drafter.block_states(replace(batch, hidden_states=hidden_states))[block], states[block]
+        )
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -93,12 +95,12 @@ def test_no_sequence_reaches_another(name: str) -> None:
     states = drafter.block_states(batch)
     for sequence in range(len(LENGTHS)):
         start, end = (int(at) for at in batch.sequence_starts[sequence : sequence + 2])
-        features = 100 * torch.randn_like(batch.hidden_states)
+        hidden_states = 100 * torch.randn_like(batch.hidden_states)
         ids, previous = torch.randint_like(batch.input_ids, 97), torch.randint_like(batch.previous_ids, 97)
         own = batch.block_sequence == sequence
-        features[start:end], ids[start:end] = batch.hidden_states[start:end], batch.input_ids[start:end]
+        hidden_states[start:end], ids[start:end] = batch.hidden_states[start:end], batch.input_ids[start:end]
         previous[own] = batch.previous_ids[own]
-        changed = replace(batch, hidden_states=features, input_ids=ids, previous_ids=previous)
+        changed = replace(batch, hidden_states=hidden_states, input_ids=ids, previous_ids=previous)
         close(drafter.block_states(changed)[own], states[own])
         alone = drafter.block_states(batch_of(drafter, (sequence,)))
         close(alone, states[own])
@@ -150,7 +152,7 @@ def test_drafting_gives_the_states_of_training(name: str) -> None:
         anchors = [ANCHORS[row][step] for row in rows]
         for row, anchor in zip(rows, anchors, strict=True):
             one, begin = sample(row, LENGTHS[row], drafter.config.hidden_states_size), int(cache.lengths[row])
-            new, next_ids = one.features[None, begin:anchor], one.input_ids[None, begin + 1 : anchor + 1]
+            new, next_ids = one.hidden_states[None, begin:anchor], one.input_ids[None, begin + 1 : anchor + 1]
             extend_context(drafter, cache, new, [anchor - begin], [row], next_ids=next_ids)
         if rows != list(range(len(rows))):
             for to, row in enumerate(rows):
@@ -176,15 +178,15 @@ def test_drafting_gives_the_states_of_training(name: str) -> None:
 def test_a_moved_row_drafts_the_same() -> None:
     drafter = drafter_of("vanilla")
     cache = drafter.new_cache(2, capacity=4)
-    features = torch.randn(2, 9, 96)
-    extend_context(drafter, cache, features, [9, 5], [0, 1])
+    hidden_states = torch.randn(2, 9, 96)
+    extend_context(drafter, cache, hidden_states, [9, 5], [0, 1])
     anchors, positions = torch.tensor([7, 8]), torch.tensor([9, 5])
     both = drafter.draft_states(anchors, positions, cache)
     cache.move_row(1, 0)
     assert cache.lengths.tolist() == [5, 5]
     close(drafter.draft_states(anchors[1:], positions[1:], cache), both[1:])
     cache.lengths[0] = 0
-    extend_context(drafter, cache, features[:1], [9], [0])
+    extend_context(drafter, cache, hidden_states[:1], [9], [0])
     close(drafter.draft_states(anchors[:1], positions[:1], cache), both[:1])
 
 

@@ -39,7 +39,7 @@ def residual_drafter(**overrides: Any) -> Any:
     return drafter.eval()
 
 
-def plain_block(drafter: Any, ids: Tensor, features: Tensor, anchor: int) -> Tensor:
+def plain_block(drafter: Any, ids: Tensor, hidden_states: Tensor, anchor: int) -> Tensor:
     """States [slots, d] of one block, every slot, head and key by itself, in float64."""
     weights = {name: tensor.double() for name, tensor in drafter.state_dict().items()}
     c = drafter.config
@@ -54,7 +54,7 @@ def plain_block(drafter: Any, ids: Tensor, features: Tensor, anchor: int) -> Ten
         cos, sin = angle.double().cos(), angle.double().sin()
         return torch.cat([x[:half] * cos - x[half:] * sin, x[half:] * cos + x[:half] * sin])
 
-    merged = [weights["fc.weight"] @ state.double() for state in features[:anchor]]
+    merged = [weights["fc.weight"] @ state.double() for state in hidden_states[:anchor]]
     context = [norm(state, "hidden_norm") for state in merged]
     x = [weights["embed_tokens.weight"][ids[anchor] if slot == 0 else c.mask_token_id] for slot in range(slots)]
     if anchor > 0:
@@ -90,12 +90,12 @@ def plain_block(drafter: Any, ids: Tensor, features: Tensor, anchor: int) -> Ten
 def test_a_block_is_that_of_the_plain_loop(layout: str) -> None:
     kind = {"algorithm": "dflash", "block_layout": layout} if layout == "mask-first" else {}
     drafter = residual_drafter(**kind)
-    ids, features = torch.randint(0, 97, (14,)), torch.randn(14, 96)
+    ids, hidden_states = torch.randint(0, 97, (14,)), torch.randn(14, 96)
     row = StoredRow(
         sample_id="a",
         input_ids=ids,
         spans=((1, 14),),
-        features=features,
+        hidden_states=hidden_states,
         teacher_positions=torch.arange(14),
         teacher=Teacher(last_hidden_state=torch.randn(14, 32)),
     )
@@ -104,7 +104,7 @@ def test_a_block_is_that_of_the_plain_loop(layout: str) -> None:
     plain.load_state_dict(drafter.state_dict())
     without = plain.block_states(make_micro_batch([row], [torch.tensor(ANCHORS).numpy()], drafter.block_size))
     for block, anchor in enumerate(ANCHORS):
-        expected = plain_block(drafter, ids, features, anchor)
+        expected = plain_block(drafter, ids, hidden_states, anchor)
         torch.testing.assert_close(states[block].double(), expected, atol=2e-4, rtol=1e-4)
         assert torch.allclose(states[block], without[block], atol=1e-3) == (anchor == 0)
 
@@ -122,12 +122,12 @@ def test_a_row_that_begins_anew_forgets_the_state_before_it() -> None:
 @torch.no_grad()
 def test_components_of_the_hidden_states_carry_the_residual_too() -> None:
     """Of a square orthogonal projection nothing is lost."""
-    drafter, features, ids = residual_drafter(), torch.randn(8, 96), torch.randint(0, 97, (8,))
+    drafter, hidden_states, ids = residual_drafter(), torch.randn(8, 96), torch.randint(0, 97, (8,))
     row = StoredRow(
         sample_id="a",
         input_ids=ids,
         spans=((1, 8),),
-        features=features,
+        hidden_states=hidden_states,
         teacher_positions=torch.arange(8),
         teacher=Teacher(last_hidden_state=torch.randn(8, 32)),
     )

@@ -62,7 +62,7 @@ def test_drafting_rounds(golden: Path, name: str, rows: int) -> None:
     """Three rounds with a growing cache. With three rows, rows of other lengths stand beside the golden one."""
     drafter = load_drafter(golden / name / "checkpoint")
     case = arrays(golden / name / "draft_rounds.npz")
-    sequence, features = torch.from_numpy(case["sequence"]), torch.from_numpy(case["context_features"])
+    sequence, hidden_states = torch.from_numpy(case["sequence"]), torch.from_numpy(case["context_features"])
     cache = drafter.new_cache(rows, capacity=8)
     middle = rows // 2
     others = [9 + 5 * row for row in range(rows)]
@@ -72,7 +72,7 @@ def test_drafting_rounds(golden: Path, name: str, rows: int) -> None:
         for row, end in enumerate(anchors):
             begin = int(cache.lengths[row])
             assert row != middle or begin == start
-            extend_context(drafter, cache, features[:, begin:end], [end - begin], [row])
+            extend_context(drafter, cache, hidden_states[:, begin:end], [end - begin], [row])
         states = drafter.draft_states(sequence[0, anchors], torch.tensor(anchors), cache)[middle : middle + 1]
         torch.testing.assert_close(states, torch.from_numpy(case[f"round{index}/block_hidden"]), atol=1e-4, rtol=0)
         previous, head_state, tokens, logits = sequence[:1, anchor], None, [], []
@@ -173,7 +173,7 @@ def test_eagle3_trains_on_the_references_loss(golden: Path) -> None:
 def test_eagle3_drafting_rounds(golden: Path, rows: int) -> None:
     drafter = load_drafter(golden / "eagle3_qwen3" / "checkpoint")
     case = arrays(golden / "eagle3_qwen3" / "draft_rounds.npz")
-    sequence, features = torch.from_numpy(case["sequence"]), torch.from_numpy(case["context_features"])
+    sequence, hidden_states = torch.from_numpy(case["sequence"]), torch.from_numpy(case["context_features"])
     cache, middle = drafter.new_cache(rows, capacity=8), rows // 2
     for index in range(2):
         anchor = int(case[f"round{index}/anchor_position"])
@@ -182,7 +182,7 @@ def test_eagle3_drafting_rounds(golden: Path, rows: int) -> None:
             begin = int(cache.lengths[row])
             new = slice(begin, end)
             next_ids = sequence[:, begin + 1 : end + 1]
-            extend_context(drafter, cache, features[:, new], [end - begin], [row], next_ids=next_ids)
+            extend_context(drafter, cache, hidden_states[:, new], [end - begin], [row], next_ids=next_ids)
         block = drafter.begin_block(sequence[0, anchors], torch.tensor(anchors), cache)
         tokens, logits = [], []
         for slot in range(drafter.block_size):

@@ -32,15 +32,15 @@ def test_a_drafter_trained_on_components_is_published_as_one_on_hidden_states(ki
     """Exactly the same function, without a bias, whatever its weights on the components have become."""
     target = tiny_target()
     drafter = a_drafter(target, kind)
-    features = torch.randn(11, WIDTH, generator=torch.Generator().manual_seed(1))
+    hidden_states = torch.randn(11, WIDTH, generator=torch.Generator().manual_seed(1))
     p, unprojection = projection()
     merge_projection(drafter, p, unprojection)
     torch.nn.init.normal_(drafter.fc.weight, std=0.3)  # as training would leave it
-    trained = drafter.project_context(features @ p.t())
+    trained = drafter.project_context(hidden_states @ p.t())
     save_drafter(drafter, tmp_path, target.text_config)
     published = load_drafter(tmp_path)
     assert published.fc.weight.shape == (32, WIDTH)
-    torch.testing.assert_close(published.project_context(features), trained, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(published.project_context(hidden_states), trained, rtol=1e-5, atol=1e-5)
     names = {name for name, _ in drafter.named_parameters()}
     assert names == {name for name, _ in published.named_parameters()}
 
@@ -101,7 +101,7 @@ def test_the_targets_upper_layers_run_alone(kind: str) -> None:
     target = tiny_target(kind)
     captured = target.capture(torch.arange(3, 43)[None])
     tail = pickle.loads(pickle.dumps(TargetTail(target)))  # as a worker process gets it
-    again = tail(captured.features[0, :, -target.hidden_size :])
+    again = tail(captured.hidden_states[0, :, -target.hidden_size :])
     torch.testing.assert_close(again, captured.last_hidden_state[0], rtol=1e-4, atol=1e-4)
 
 

@@ -48,19 +48,19 @@ def mtp(block_size: int = 3) -> Any:
     return drafter.eval()
 
 
-def batch_for(drafter: Any, ids: Tensor, features: Tensor) -> Any:
+def batch_for(drafter: Any, ids: Tensor, hidden_states: Tensor) -> Any:
     row = StoredRow(
         sample_id="a",
         input_ids=ids,
         spans=((1, len(ids)),),
-        features=features,
+        hidden_states=hidden_states,
         teacher_positions=torch.arange(len(ids)),
         teacher=Teacher(last_hidden_state=torch.randn(len(ids), 32)),
     )
     return make_micro_batch([row], [torch.tensor(ANCHORS).numpy()], drafter.block_size)
 
 
-def plain_steps(drafter: Any, ids: Tensor, features: Tensor, anchor: int) -> Tensor:
+def plain_steps(drafter: Any, ids: Tensor, hidden_states: Tensor, anchor: int) -> Tensor:
     """States [G, d] of one block: every step, pair, head and key by itself, in float64."""
     weights = {name: tensor.double() for name, tensor in drafter.state_dict().items()}
     c, part = drafter.config, "layers.0."
@@ -79,7 +79,7 @@ def plain_steps(drafter: Any, ids: Tensor, features: Tensor, anchor: int) -> Ten
         embedded = norm(weights["embed_tokens.weight"][token], "pre_fc_norm_embedding")
         return weights["fc.weight"] @ torch.cat([embedded, norm(state, "pre_fc_norm_hidden")])
 
-    pairs = [pair(int(ids[t + 1]), features[t].double()) for t in range(anchor)]
+    pairs = [pair(int(ids[t + 1]), hidden_states[t].double()) for t in range(anchor)]
     states = []
     for step in range(c.block_size):
         at = anchor - 1 + step
@@ -108,11 +108,11 @@ def plain_steps(drafter: Any, ids: Tensor, features: Tensor, anchor: int) -> Ten
 @torch.no_grad()
 def test_steps_are_those_of_the_plain_loop(block_size: int) -> None:
     drafter = mtp(block_size)
-    ids, features = torch.randint(0, 97, (14,)), torch.randn(14, 32)
-    states = drafter.block_states(batch_for(drafter, ids, features))
+    ids, hidden_states = torch.randint(0, 97, (14,)), torch.randn(14, 32)
+    states = drafter.block_states(batch_for(drafter, ids, hidden_states))
     for block, anchor in enumerate(ANCHORS):
         steps = min(block_size, 14 - anchor)
-        expected = plain_steps(drafter, torch.cat([ids, torch.zeros(block_size).long()]), features, anchor)
+        expected = plain_steps(drafter, torch.cat([ids, torch.zeros(block_size).long()]), hidden_states, anchor)
         torch.testing.assert_close(states[block, :steps].double(), expected[:steps], atol=2e-4, rtol=1e-4)
 
 
@@ -128,9 +128,9 @@ def test_the_target_gives_its_last_hidden_state() -> None:
     """In one pass, in decoding's passes, and to a teacher that is recomputed from what was captured."""
     target, ids = last_state_target(), torch.randint(3, 97, (2, 9))
     captured = target.capture(ids)
-    assert torch.equal(captured.features, captured.last_hidden_state)
-    torch.testing.assert_close(target.logits(captured.features), target.model(input_ids=ids).logits)
-    assert torch.equal(TargetTail(target)(captured.features[0]), captured.last_hidden_state[0])
+    assert torch.equal(captured.hidden_states, captured.last_hidden_state)
+    torch.testing.assert_close(target.logits(captured.hidden_states), target.model(input_ids=ids).logits)
+    assert torch.equal(TargetTail(target)(captured.hidden_states[0]), captured.last_hidden_state[0])
     with pytest.raises(SettingError, match=r"target_layer_ids has 7; .* 6 is its last hidden state"):
         Target(target.model, target_layer_ids=(7,))
 
@@ -165,7 +165,7 @@ def test_it_starts_from_the_state_before_the_final_norm() -> None:
     drafter: Any = build_drafter(config, target, start="target")
     before: list[Tensor] = []
     handle = target.final_norm.register_forward_pre_hook(lambda _module, inputs: before.append(inputs[0]))
-    last = target.capture(torch.randint(3, 97, (1, 9))).features[0]
+    last = target.capture(torch.randint(3, 97, (1, 9))).hidden_states[0]
     handle.remove()
     drafter.fc.weight[:, :32] = 0
     _, merged = drafter.joined(torch.zeros_like(last), last)

@@ -26,8 +26,8 @@ def test_context_keys_are_those_of_the_target_layer() -> None:
     assert sources == [4, 5]
     ids = torch.randint(0, 97, (1, 12))
     captured = target.capture(ids)
-    context = drafter.hidden_norm(drafter.project_context(captured.features))[0]
-    state = captured.features[0, :, -32:]
+    context = drafter.hidden_norm(drafter.project_context(captured.hidden_states))[0]
+    state = captured.hidden_states[0, :, -32:]
     for layer, source in zip(drafter.layers, sources, strict=True):
         theirs = target.layers[source]
         expected = theirs.self_attn.v_proj(theirs.input_layernorm(state))
@@ -120,8 +120,8 @@ def test_eagle3_starts_from_the_targets_top_layer() -> None:
     drafter = build_drafter(config, target, start="target")
     source, layer = target.layers[-1], drafter.layers[0]
     captured = target.capture(torch.randint(0, 97, (1, 12)))
-    state = drafter.project_context(captured.features)[0]
-    torch.testing.assert_close(state, captured.features[0, :, -32:])
+    state = drafter.project_context(captured.hidden_states)[0]
+    torch.testing.assert_close(state, captured.hidden_states[0, :, -32:])
     joined = layer.joined(torch.zeros_like(state), state)
     expected = source.self_attn.v_proj(source.input_layernorm(state))
     torch.testing.assert_close(layer.self_attn.v_proj(joined), expected, atol=1e-5, rtol=1e-4)
@@ -169,7 +169,7 @@ def test_the_backbone_starts_no_louder_than_the_bigrams(overrides: dict[str, Any
     factor = (matched.norm.weight / loud.norm.weight).mean().item()
     torch.testing.assert_close(matched.norm.weight, loud.norm.weight * factor)
     ids = bigrams[0][:, bigrams[1].topk(PROBE_TOKENS // 2).indices].T.flatten()
-    hidden_states, spreads = target.capture(ids[None]).features[0], []
+    hidden_states, spreads = target.capture(ids[None]).hidden_states[0], []
     head, weights = matched.sequential_head, matched.output_weights()
     for anchor in range(1, len(ids) - 1, matched.block_size):
         cache = matched.new_cache(1)

@@ -35,7 +35,7 @@ def test_features_are_layer_outputs_and_last_is_after_the_norm(tied: bool) -> No
     captured = target.capture(ids, logits=True)
     own = target.model(input_ids=ids, output_hidden_states=True)
     expected = torch.cat([own.hidden_states[layer + 1] for layer in target.layer_ids], -1)
-    torch.testing.assert_close(captured.features, expected)
+    torch.testing.assert_close(captured.hidden_states, expected)
     torch.testing.assert_close(captured.last_hidden_state, own.hidden_states[-1])
     torch.testing.assert_close(captured.logits, own.logits)
 
@@ -48,7 +48,9 @@ def test_a_batch_of_mixed_lengths_equals_one_by_one() -> None:
     batched = target.capture(ids, mask)
     for index, row in enumerate(rows):
         alone = target.capture(row[None])
-        torch.testing.assert_close(batched.features[index, : len(row)], alone.features[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            batched.hidden_states[index, : len(row)], alone.hidden_states[0], atol=1e-5, rtol=1e-5
+        )
         torch.testing.assert_close(
             batched.last_hidden_state[index, : len(row)], alone.last_hidden_state[0], atol=1e-5, rtol=1e-5
         )

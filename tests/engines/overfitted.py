@@ -84,7 +84,7 @@ def samples_of(target: Target, prompts: Sequence[Sequence[int]], answers: Sequen
                 sample_id=str(number),
                 input_ids=ids[0],
                 spans=[(len(prompt), ids.shape[1])],
-                features=captured.features[0],
+                hidden_states=captured.hidden_states[0],
                 teacher_positions=torch.arange(ids.shape[1]),
                 teacher=Teacher(last_hidden_state=captured.last_hidden_state[0]),
             )

@@ -46,7 +46,7 @@ def plan_of(spec: Any, settings: Any, codec: str) -> CachePlan:
         hidden_size=spec.hidden_size,
         samples=[(row.sample_id, len(row.input_ids)) for row in rows],
         spans=[row.spans for row in rows],
-        features=CodecSpec(name=codec),
+        hidden_states=CodecSpec(name=codec),
         teacher=CodecSpec(name=codec),
         tokens_per_shard=100,
     )
@@ -72,7 +72,7 @@ def test_batched_rows_equal_rows_alone(tmp_path: Path, settings: Any) -> None:
     for stored, row in zip(cache, conversations(), strict=True):
         assert (stored.sample_id, list(stored.spans), stored.extra) == (row.sample_id, row.spans, row.extra)
         alone = target.capture(torch.tensor([row.input_ids]))
-        torch.testing.assert_close(stored.features, alone.features[0].bfloat16(), rtol=2**-7, atol=1e-3)
+        torch.testing.assert_close(stored.hidden_states, alone.hidden_states[0].bfloat16(), rtol=2**-7, atol=1e-3)
         last = alone.last_hidden_state[0, stored.teacher_positions].bfloat16()
         torch.testing.assert_close(stored.last_hidden_state, last, rtol=2**-7, atol=1e-3)
 
@@ -125,7 +125,7 @@ def test_an_infinite_state_names_unit_and_row(tmp_path: Path, settings: Any, mon
 
     def broken(input_ids: Any, mask: Any) -> Any:
         states = real(input_ids, mask)
-        states.features[input_ids[:, 0] == conversations()[1].input_ids[0], 3, 7] = float("inf")
+        states.hidden_states[input_ids[:, 0] == conversations()[1].input_ids[0], 3, 7] = float("inf")
         return states
 
     monkeypatch.setattr(worker.target, "capture", broken)

@@ -26,7 +26,7 @@ def test_import_is_bit_exact(imported: str) -> None:
     expected = np.load(GOLDEN / "deepspec_target_cache_v2_expected.npz")
     for index, row in enumerate(TargetCache.open(imported)):
         for name, states in (
-            ("target_hidden_states", row.features),
+            ("target_hidden_states", row.hidden_states),
             ("target_last_hidden_states", row.last_hidden_state),
         ):
             bits = states.contiguous().view(torch.int16).numpy().view(np.uint16)
@@ -50,13 +50,13 @@ def test_recode_verify_and_sample(imported: str, tmp_path: Path, capsys: pytest.
     assert dspark("cache", "verify", new) == 0
     assert "nothing wrong" in capsys.readouterr().out
     cache = TargetCache.open(new)
-    assert cache.codecs.features.settings["step"] == 0.5
+    assert cache.codecs.hidden_states.settings["step"] == 0.5
     assert dspark("cache", "sample", new, "--rows", "2", "--json") == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["sample_id"] for row in rows] == ["0", "3"]
     stored = cache.row(3, dtype=torch.float32)
-    assert rows[1]["features"]["shape"] == list(stored.features.shape)
-    assert rows[1]["features"]["largest"] == pytest.approx(float(stored.features[1:].abs().max()), abs=1e-3)
+    assert rows[1]["features"]["shape"] == list(stored.hidden_states.shape)
+    assert rows[1]["features"]["largest"] == pytest.approx(float(stored.hidden_states[1:].abs().max()), abs=1e-3)
     assert dspark("cache", "sample", new, "--id", "nobody") == 2
     assert "no row of" in capsys.readouterr().err
 

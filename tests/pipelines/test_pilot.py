@@ -65,7 +65,7 @@ def test_a_projected_cache_is_made_and_trained_from(folder: Path, toy_folder: Pa
     assert cache.projection is not None
     assert torch.equal(cache.projection, kept["projection"][:48])  # three quarters of 64
     row = cache.row(0)
-    assert row.features.shape[1] == 48
+    assert row.hidden_states.shape[1] == 48
     assert row.teacher is not None
     assert row.teacher.top_ids is not None
     measured = cache.manifest["codecs"]["teacher"]["measured"]
@@ -92,7 +92,7 @@ def test_an_exact_cache_is_recoded_as_the_pilot_found(
     assert torch.equal(ours.projection, theirs.projection)  # type: ignore[arg-type]
     row = ours.row(0)
     other = theirs.row(theirs.sample_ids.index(row.sample_id))
-    assert torch.nn.functional.cosine_similarity(row.features, other.features, dim=1).min() > 0.9
+    assert torch.nn.functional.cosine_similarity(row.hidden_states, other.hidden_states, dim=1).min() > 0.9
     assert row.teacher is not None
     assert row.teacher.top_ids is not None
     stranger = tmp_path / "stranger"
@@ -173,7 +173,7 @@ def test_a_bound_that_no_loss_meets_keeps_everything(folder: Path, toy_folder: P
         folder, toy_folder, cache={"hidden_states_codec": "bf16", "teacher_codec": "auto", "acceptance_bound": 1e-9}
     )
     done = run(settings, ["regenerate", *CACHE], redo=True)
-    assert done["pilot"].result["steps"] == {}  # the features need no pilot
+    assert done["pilot"].result["steps"] == {}  # the hidden states need no pilot
     assert done["cache"].result["codecs"]["teacher"]["name"] == "bf16-planes"
 
 

@@ -150,5 +150,5 @@ def test_a_codec_from_one_file_of_one_s_own(tmp_path: Path, toy_folder: Path) ->
     stored = TargetCache.open(tmp_path / "cache")
     assert stored.info()["codecs"]["features"]["settings"] == {"step": 0.25}
     for row, exact in zip(stored, worker.capture(rows), strict=True):
-        expected = (exact.features.flatten(1).float() / 0.25).round() * 0.25
-        assert torch.equal(row.features, expected.to(torch.bfloat16))
+        expected = (exact.hidden_states.flatten(1).float() / 0.25).round() * 0.25
+        assert torch.equal(row.hidden_states, expected.to(torch.bfloat16))

@@ -21,8 +21,8 @@ class Eagle3Reader(Reader):
         self.block_size = config["ttt_length"]
 
     @torch.no_grad()
-    def draft(self, token_ids: Sequence[int], features: Tensor) -> Draft:
-        states = features.float() @ self._weight("fc").T  # [S, d]
+    def draft(self, token_ids: Sequence[int], hidden_states: Tensor) -> Draft:
+        states = hidden_states.float() @ self._weight("fc").T  # [S, d]
         following = list(token_ids[1:])
         logits, tokens = [], []
         for _ in range(self.block_size):

@@ -100,8 +100,8 @@ class Reader(ABC):
         self._frequencies, self._scaling = self._rotary()
 
     @abstractmethod
-    def draft(self, token_ids: Sequence[int], features: Tensor) -> Draft:
-        """Draft after the last of token_ids [S+1], from the features [S, m*d] of all positions before it."""
+    def draft(self, token_ids: Sequence[int], hidden_states: Tensor) -> Draft:
+        """Draft after the last of token_ids [S+1], from the hidden states [S, m*d] of all positions before it."""
 
     def _logits(self, states: Tensor, bias: Tensor | None = None) -> Tensor:
         """Head and soft cap of states [..., d], plus a sequential bias [..., Vd or V], over all of V."""
@@ -185,14 +185,14 @@ class BlockReader(Reader):
         self.mask = config["dflash_config"]["mask_token_id"] if self.first else config["mask_token_id"]
 
     @torch.no_grad()
-    def draft(self, token_ids: Sequence[int], features: Tensor) -> Draft:
-        states = self._states(token_ids[-1], features.float())
+    def draft(self, token_ids: Sequence[int], hidden_states: Tensor) -> Draft:
+        states = self._states(token_ids[-1], hidden_states.float())
         return self._sequential(token_ids[-1], states[self.first :])
 
-    def _states(self, anchor_id: int, features: Tensor) -> Tensor:
+    def _states(self, anchor_id: int, hidden_states: Tensor) -> Tensor:
         """Block states [slots, d] after the final norm."""
-        position, slots = len(features), self.config["block_size"]
-        merged = features @ self._weight("fc").T
+        position, slots = len(hidden_states), self.config["block_size"]
+        merged = hidden_states @ self._weight("fc").T
         context = self._norm(merged, "hidden_norm")
         ids = torch.tensor([anchor_id] + [self.mask] * (slots - 1))
         x = self.tensors["embed_tokens.weight"][ids]
@@ -269,17 +269,17 @@ class BlockReader(Reader):
 
 @torch.no_grad()
 def drafts_alike(
-    folder: Path, drafter: Any, token_ids: Sequence[int], features: Tensor, *, tolerance: float = 2e-3
+    folder: Path, drafter: Any, token_ids: Sequence[int], hidden_states: Tensor, *, tolerance: float = 2e-3
 ) -> dict[str, Any]:
     """The folder as this reader sees it, against `drafter`, over rounds with a growing context cache.
 
-    `token_ids` [S] and `features` [S, m*d] are real ones of the target. Logits and confidences may differ by
+    `token_ids` [S] and `hidden_states` [S, m*d] are real ones of the target. Logits and confidences may differ by
     `tolerance` of the largest logit (or 1); a drafted token may differ only where two logits are that close.
     """
     reader = open_folder(folder, drafter.embed_tokens.weight, drafter.lm_head.weight)
     # Both in float32, whatever was stored: rounding on the way is no difference in meaning.
     ours = drafter if drafter.dtype == torch.float32 else copy.deepcopy(drafter).float()
-    features = features.float()
+    hidden_states = hidden_states.float()
     last = len(token_ids) - 1
     if last < 1:
         raise AssertionError(f"the probe has {len(token_ids)} tokens; at least 2 are needed to draft a block")
@@ -289,9 +289,9 @@ def drafts_alike(
     for anchor in anchors:
         positions = torch.arange(done, anchor)
         next_ids = torch.tensor(list(token_ids[done + 1 : anchor + 1]))
-        ours.write_context(cache, features[done:anchor], torch.zeros_like(positions), positions, next_ids)
+        ours.write_context(cache, hidden_states[done:anchor], torch.zeros_like(positions), positions, next_ids)
         done = anchor
-        expected = reader.draft(token_ids[: anchor + 1], features[:anchor].cpu())
+        expected = reader.draft(token_ids[: anchor + 1], hidden_states[:anchor].cpu())
         logits, drafted, confidence = _greedy_block(ours, int(token_ids[anchor]), anchor, cache)
         bound = tolerance * max(1.0, float(expected.logits[expected.logits > -1e3].abs().max()))
         agreed = _agreeing(drafted, expected.tokens, expected.logits, bound)

@@ -49,5 +49,5 @@ def publication(name: str, **changes: Any) -> Publication:
 def compared(made: Publication, folder: Path) -> dict[str, Any]:
     """The folder as the second implementation drafts with it, against the trained drafter, on a text of the target."""
     text = torch.randint(0, 150, (40,), generator=torch.Generator().manual_seed(0))
-    hidden_states = made.target.capture(text[None]).features[0]
+    hidden_states = made.target.capture(text[None]).hidden_states[0]
     return drafts_alike(folder, made.drafter, text.tolist(), hidden_states)

@@ -17,7 +17,7 @@ def test_reads_the_reference_checkpoints(name: str) -> None:
     reader = open_folder(GOLDEN / name / "checkpoint")
     with np.load(GOLDEN / name / "draft_rounds.npz") as stored:
         case = {key: torch.from_numpy(stored[key]) for key in stored.files}
-    features, sequence = (
+    hidden_states, sequence = (
         case["context_features"].reshape(-1, case["context_features"].shape[-1]),
         case["sequence"].flatten(),
     )
@@ -25,7 +25,7 @@ def test_reads_the_reference_checkpoints(name: str) -> None:
     assert len(rounds) == (2 if name.startswith("eagle3") else 3)
     for one in rounds:
         anchor = int(case[f"{one}/anchor_position"])
-        draft = reader.draft(sequence[: anchor + 1].tolist(), features[:anchor])
+        draft = reader.draft(sequence[: anchor + 1].tolist(), hidden_states[:anchor])
         assert draft.tokens == case[f"{one}/tokens"].flatten().tolist()
         torch.testing.assert_close(draft.logits, case[f"{one}/logits"][0], atol=1e-4, rtol=0)
         if f"{one}/confidence_logits" in case:

@@ -28,15 +28,15 @@ SAMPLES = [(f"sample-{i:03d}", length) for i, length in enumerate(LENGTHS)]
 def make_row(sample_id: str, length: int) -> CacheRow:
     generator = torch.Generator().manual_seed(zlib.crc32(sample_id.encode()))
     scale = torch.linspace(0.2, 5.0, LAYERS * HIDDEN).view(LAYERS, HIDDEN)
-    features = torch.randn(length, LAYERS, HIDDEN, generator=generator) * scale + 1.5
-    features[0] = 400.0 * torch.sin(torch.arange(LAYERS * HIDDEN)).view(LAYERS, HIDDEN)
+    hidden_states = torch.randn(length, LAYERS, HIDDEN, generator=generator) * scale + 1.5
+    hidden_states[0] = 400.0 * torch.sin(torch.arange(LAYERS * HIDDEN)).view(LAYERS, HIDDEN)
     start = max(1, length // 2)
     spans = [(start, length)] if start < length else []
     return CacheRow(
         sample_id=sample_id,
         input_ids=torch.randint(0, 1000, (length,), generator=generator),
         spans=spans,
-        features=features.to(torch.bfloat16),
+        hidden_states=hidden_states.to(torch.bfloat16),
         last_hidden_state=torch.randn(length, HIDDEN, generator=generator).to(torch.bfloat16),
         extra={"domain": "test", "number": length},
     )
@@ -54,7 +54,7 @@ def make_plan(codec: str = "bf16", *, tokens_per_shard: int = 80, **changes: obj
         "num_layers": LAYERS,
         "hidden_size": HIDDEN,
         "samples": SAMPLES,
-        "features": spec,
+        "hidden_states": spec,
         "teacher": spec,
         "tokens_per_shard": tokens_per_shard,
     }
@@ -64,11 +64,11 @@ def make_plan(codec: str = "bf16", *, tokens_per_shard: int = 80, **changes: obj
 def fit(plan: CachePlan) -> Codecs:
     rows = make_rows(list(plan.samples))
     assert plan.teacher is not None
-    features = fit_codec(
-        plan.features, [(r.features.flatten(1), True) for r in rows], width=LAYERS * HIDDEN, layers=LAYERS
+    hidden_states = fit_codec(
+        plan.hidden_states, [(r.hidden_states.flatten(1), True) for r in rows], width=LAYERS * HIDDEN, layers=LAYERS
     )
     teacher = fit_codec(plan.teacher, [(r.last_hidden_state, True) for r in rows], width=HIDDEN)
-    return Codecs(features=features, teacher=teacher)
+    return Codecs(hidden_states=hidden_states, teacher=teacher)
 
 
 def rows_of(plan: CachePlan, shard: int) -> Iterator[CacheRow]:

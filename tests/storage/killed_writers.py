@@ -85,7 +85,7 @@ def read_through_copy(root: str, copy: str, limit: int, seed: int) -> None:
     random.Random(seed).shuffle(order)
     for index in order:
         exact = make_row(*SAMPLES[index])
-        assert torch.equal(cache.row(index).features, exact.features.flatten(1))  # type: ignore[union-attr]
+        assert torch.equal(cache.row(index).hidden_states, exact.hidden_states.flatten(1))  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True)

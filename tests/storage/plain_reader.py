@@ -242,7 +242,7 @@ class Row:
     spans: np.ndarray
     extra: dict[str, Any]
     checksum: int
-    features: np.ndarray
+    hidden_states: np.ndarray
     positions: np.ndarray
     teacher: dict[str, np.ndarray]
 
@@ -261,7 +261,7 @@ class PlainReader:
         self.lengths: list[int] = samples["length"].to_pylist()
         self.spans: list[list[int]] | None = samples["spans"].to_pylist() if "spans" in samples.column_names else None
         self._check_samples()
-        self.features = self._codec("features")
+        self.hidden_states = self._codec("features")
         self.teacher = self._codec("teacher") if self.manifest["codecs"]["teacher"] else None
 
     def __len__(self) -> int:
@@ -340,7 +340,7 @@ class PlainReader:
         check(digest.intdigest() == checksum, f"row {index}: checksum")
         check((sample_id, len(ids)) == (self.sample_ids[index], self.lengths[index]), f"row {index}: sample")
         check(self.spans is None or spans == self.spans[index], f"row {index}: spans")
-        features = self.features.states(Cursor(context), len(ids))
+        hidden_states = self.hidden_states.states(Cursor(context), len(ids))
         positions = np.arange(len(ids))
         if self.teacher is None:
             positions = positions[:0]
@@ -349,4 +349,4 @@ class PlainReader:
             positions = np.concatenate([positions[:0], *ranges])
         check(self.teacher is not None or payload == b"", f"row {index}: a teacher without a codec")
         teacher = self.teacher.teacher(payload, positions) if self.teacher else {}
-        return Row(sample_id, input_ids, pairs, json.loads(extra), checksum, features, positions, teacher)
+        return Row(sample_id, input_ids, pairs, json.loads(extra), checksum, hidden_states, positions, teacher)

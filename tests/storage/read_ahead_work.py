@@ -19,7 +19,7 @@ def join(cache: TargetCache, rows: tuple[int, ...]) -> dict[str, Any]:
     found = [cache.row(row) for row in rows]
     return {
         "ids": [row.sample_id for row in found],
-        "features": torch.cat([row.features for row in found]),
+        "hidden_states": torch.cat([row.hidden_states for row in found]),
         "lengths": np.array([len(row.input_ids) for row in found]),
         "nothing": torch.empty(0, 3),
         "scalar": torch.tensor(7.0),

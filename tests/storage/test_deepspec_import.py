@@ -32,7 +32,7 @@ def test_the_conformance_cache_imports_bit_exact(tmp_path: Path, scope: str) -> 
         assert row.sample_id == str(index)
         assert np.array_equal(row.input_ids.numpy(), expected[f"{index}/input_ids"])
         assert np.array_equal(row.loss_mask.numpy(), expected[f"{index}/loss_mask"] != 0)
-        assert np.array_equal(bits(row.features), expected[f"{index}/target_hidden_states_bf16bits"])
+        assert np.array_equal(bits(row.hidden_states), expected[f"{index}/target_hidden_states_bf16bits"])
         last = expected[f"{index}/target_last_hidden_states_bf16bits"]
         positions = teacher_positions(row.spans, len(row.input_ids), scope)
         assert np.array_equal(row.teacher_positions.numpy(), positions)
@@ -42,9 +42,9 @@ def test_the_conformance_cache_imports_bit_exact(tmp_path: Path, scope: str) -> 
 
 
 def test_it_can_be_recoded_on_the_way(tmp_path: Path) -> None:
-    import_deepspec(SOURCE, tmp_path, features=CodecSpec(name="transform"), teacher=CodecSpec(name="int8"))
+    import_deepspec(SOURCE, tmp_path, hidden_states=CodecSpec(name="transform"), teacher=CodecSpec(name="int8"))
     cache, exact = TargetCache.open(tmp_path), DeepSpecCache(SOURCE)
-    states = torch.cat([row.features[1:].float() for row in cache])
+    states = torch.cat([row.hidden_states[1:].float() for row in cache])
     assert snr_db(torch.cat([exact.sample(i).states[1:].float() for i in range(7)]), states) > 18
 
 

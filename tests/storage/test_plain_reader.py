@@ -47,34 +47,34 @@ def layers_above(states: torch.Tensor) -> torch.Tensor:
 def rows_of(teacher: str | None) -> list[CacheRow]:
     """One of them has outliers, which the codes escape for."""
     rows = [make_row(*sample) for sample in SAMPLES]
-    rows[4].features[3, 1, :7] = torch.tensor([1e5, -3e4, 900.0, -900.0, 77.0, -40.0, 1e4])
+    rows[4].hidden_states[3, 1, :7] = torch.tensor([1e5, -3e4, 900.0, -900.0, 77.0, -40.0, 1e4])
     if teacher == "recomputed":
-        rows = [replace(row, last_hidden_state=layers_above(row.features[:, -1].float())) for row in rows]
+        rows = [replace(row, last_hidden_state=layers_above(row.hidden_states[:, -1].float())) for row in rows]
     return rows
 
 
 def build(root: Path, case: str) -> CachePlan:
-    features, teacher, scope, of_features, of_teacher = CASES[case]
+    hidden_states, teacher, scope, of_features, of_teacher = CASES[case]
     rows = rows_of(teacher)
     plan = make_plan(
-        features=CodecSpec(name=features, settings=of_features),
+        hidden_states=CodecSpec(name=hidden_states, settings=of_features),
         teacher=CodecSpec(name=teacher, settings=of_teacher) if teacher else None,
         teacher_scope=scope,
         spans=[row.spans for row in rows],
         tokens_per_shard=150,
     )
     given = None
-    if features == "projected":
+    if hidden_states == "projected":
         basis = torch.linalg.qr(torch.randn(WIDTH, 60, generator=torch.Generator().manual_seed(9)))[0]
         given = {"projection": basis.T.contiguous(), "shares": torch.linspace(1.0, 0.1, 60)}
-    sample = [(row.features.flatten(1), True) for row in map(make_row, *zip(*SAMPLES, strict=True))]
-    fitted = fit_codec(plan.features, sample, width=WIDTH, layers=LAYERS, tensors=given)
+    sample = [(row.hidden_states.flatten(1), True) for row in map(make_row, *zip(*SAMPLES, strict=True))]
+    fitted = fit_codec(plan.hidden_states, sample, width=WIDTH, layers=LAYERS, tensors=given)
     fitted_teacher = None
     if plan.teacher is not None:
         at = [teacher_positions(tuple(row.spans), len(row.input_ids), scope) for row in rows]
         known = [
             TeacherRow(
-                features=row.features.flatten(1).float(),
+                hidden_states=row.hidden_states.flatten(1).float(),
                 last_hidden_state=row.last_hidden_state.float(),
                 positions=positions,
             )  # type: ignore[union-attr]
@@ -83,7 +83,7 @@ def build(root: Path, case: str) -> CachePlan:
         ]
         parts = TargetParts(head=HEAD, finish=layers_above)
         fitted_teacher = fit_teacher(plan.teacher, known, width=HIDDEN, target=parts)
-    codecs = Codecs(features=fitted, teacher=fitted_teacher)
+    codecs = Codecs(hidden_states=fitted, teacher=fitted_teacher)
     create_or_resume(root, plan, codecs)
     for shard, (start, stop) in enumerate(plan.shards):
         write_shard(root, shard, rows[start:stop], codecs)
@@ -103,9 +103,9 @@ def test_two_readers_agree(case: str, tmp_path: Path, monkeypatch: pytest.Monkey
         assert (row.sample_id, row.extra) == (expected.sample_id, expected.extra)
         assert row.input_ids.tolist() == expected.input_ids.tolist()
         assert [tuple(span) for span in row.spans.tolist()] == list(expected.spans)
-        assert_close(row.features, expected.features)
+        assert_close(row.hidden_states, expected.hidden_states)
         assert_same_teacher(row.teacher, row.positions, expected)
-        assert_close(plain.row(index).features, expected.features)
+        assert_close(plain.row(index).hidden_states, expected.hidden_states)
 
 
 def assert_same_teacher(plain: dict[str, np.ndarray], positions: np.ndarray, row: StoredRow) -> None:

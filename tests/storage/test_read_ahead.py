@@ -33,7 +33,7 @@ def test_rows_ahead_are_the_rows(cache: TargetCache) -> None:
     order = [5, 0, 13, 1, 1, 7, 2]
     for here, ahead in zip(cache.rows(order), cache.rows(order, workers=2, max_bytes=100_000), strict=True):
         assert (here.sample_id, here.spans, here.extra) == (ahead.sample_id, ahead.spans, ahead.extra)
-        for name in ("input_ids", "features", "teacher_positions", "last_hidden_state"):
+        for name in ("input_ids", "hidden_states", "teacher_positions", "last_hidden_state"):
             assert torch.equal(getattr(here, name), getattr(ahead, name))
 
 
@@ -43,21 +43,21 @@ def test_work_arranges_rows_in_the_worker(cache: TargetCache) -> None:
         for group, got in zip(groups, ahead, strict=True):
             wanted = work.join(cache, group)
             assert got["ids"] == wanted["ids"]
-            assert torch.equal(got["features"], wanted["features"])
+            assert torch.equal(got["hidden_states"], wanted["hidden_states"])
             assert got["lengths"].tolist() == wanted["lengths"].tolist()
             assert got["nothing"].shape == (0, 3)
             assert got["scalar"] == 7.0
-            got["features"] += 1  # the memory is the reader's own
+            got["hidden_states"] += 1  # the memory is the reader's own
 
 
 def test_rows_for_another_device_are_decoded_there(cache: TargetCache) -> None:
     for row in cache.rows([0, 4], workers=1, device="meta"):
-        assert row.features.device.type == "meta"
+        assert row.hidden_states.device.type == "meta"
 
 
 def test_coded_rows_can_be_decoded_here(cache: TargetCache) -> None:
     for index, columns in enumerate(ReadAhead(cache, range(4), work.raw, cost=nothing)):
-        assert torch.equal(cache.decode(columns).features, cache.row(index).features)
+        assert torch.equal(cache.decode(columns).hidden_states, cache.row(index).hidden_states)
 
 
 def test_no_more_is_made_than_the_bound_allows(cache: TargetCache, tmp_path: Path) -> None:

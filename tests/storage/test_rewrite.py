@@ -40,7 +40,7 @@ def checksums(root: Path) -> list[int]:
 
 
 def test_a_recoded_cache_has_the_same_rows(exact: Path, tmp_path: Path) -> None:
-    recode(exact, tmp_path / "new", features=TRANSFORM, teacher=INT8)
+    recode(exact, tmp_path / "new", hidden_states=TRANSFORM, teacher=INT8)
     cache, old = TargetCache.open(tmp_path / "new"), TargetCache.open(exact)
     assert cache.verify() == []
     assert cache.info()["skipped"] == {"empty": 1}
@@ -50,7 +50,7 @@ def test_a_recoded_cache_has_the_same_rows(exact: Path, tmp_path: Path) -> None:
     for row, before in zip(cache, old, strict=True):
         assert (row.sample_id, row.spans, row.extra) == (before.sample_id, before.spans, before.extra)
         assert row.input_ids.tolist() == before.input_ids.tolist()
-    states, before = (torch.cat([r.features[1:].float() for r in c]) for c in (cache, old))
+    states, before = (torch.cat([r.hidden_states[1:].float() for r in c]) for c in (cache, old))
     assert snr_db(before, states) > 15
 
 
@@ -58,13 +58,15 @@ def test_a_part_without_a_codec_keeps_its_bytes(exact: Path, tmp_path: Path) -> 
     recode(exact, tmp_path / "new", teacher=INT8)
     assert raw_parts(tmp_path / "new", "context") == raw_parts(exact, "context")
     assert TargetCache.open(tmp_path / "new").codecs.teacher.name == "int8"  # type: ignore[union-attr]
-    recode(tmp_path / "new", tmp_path / "newer", features=INT8)
+    recode(tmp_path / "new", tmp_path / "newer", hidden_states=INT8)
     assert raw_parts(tmp_path / "newer", "teacher") == raw_parts(tmp_path / "new", "teacher")
 
 
 def test_there_and_back_loses_nothing(exact: Path, tmp_path: Path) -> None:
-    recode(exact, tmp_path / "planes", features=CodecSpec(name="bf16-planes"), teacher=CodecSpec(name="bf16-planes"))
-    recode(tmp_path / "planes", tmp_path / "back", features=CodecSpec(name="bf16"), teacher=CodecSpec(name="bf16"))
+    recode(
+        exact, tmp_path / "planes", hidden_states=CodecSpec(name="bf16-planes"), teacher=CodecSpec(name="bf16-planes")
+    )
+    recode(tmp_path / "planes", tmp_path / "back", hidden_states=CodecSpec(name="bf16"), teacher=CodecSpec(name="bf16"))
     for part in ("context", "teacher"):
         assert raw_parts(tmp_path / "back", part) == raw_parts(exact, part)
     assert checksums(tmp_path / "back") == checksums(exact)
@@ -72,9 +74,13 @@ def test_there_and_back_loses_nothing(exact: Path, tmp_path: Path) -> None:
 
 def test_workers_write_the_same_cache(exact: Path, tmp_path: Path) -> None:
     seen: list[int] = []
-    recode(exact, tmp_path / "here", features=TRANSFORM)
+    recode(exact, tmp_path / "here", hidden_states=TRANSFORM)
     recode(
-        exact, tmp_path / "workers", features=TRANSFORM, workers=2, on_shard=lambda record: seen.append(record["unit"])
+        exact,
+        tmp_path / "workers",
+        hidden_states=TRANSFORM,
+        workers=2,
+        on_shard=lambda record: seen.append(record["unit"]),
     )
     assert folder_bytes(tmp_path / "here") == folder_bytes(tmp_path / "workers")
     assert seen == list(range(len(make_plan().shards)))
@@ -91,39 +97,41 @@ def test_recoding_goes_on_where_it_stopped(exact: Path, tmp_path: Path) -> None:
 
     seen: list[object] = []
     with pytest.raises(Stop):
-        recode(exact, tmp_path / "new", features=INT8, on_shard=stop)
+        recode(exact, tmp_path / "new", hidden_states=INT8, on_shard=stop)
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "new" / "shards").iterdir()}
     assert len(before) == 3
-    recode(exact, tmp_path / "new", features=INT8)
+    recode(exact, tmp_path / "new", hidden_states=INT8)
     after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "new" / "shards").iterdir()}
     assert before.items() <= after.items()
-    recode(exact, tmp_path / "straight", features=INT8)
+    recode(exact, tmp_path / "straight", hidden_states=INT8)
     assert folder_bytes(tmp_path / "new") == folder_bytes(tmp_path / "straight")
     with pytest.raises(IdentityMismatch, match=r"features\.name"):
-        recode(exact, tmp_path / "new", features=TRANSFORM)
+        recode(exact, tmp_path / "new", hidden_states=TRANSFORM)
 
 
 def test_two_at_once_do_not_write_to_one_folder(exact: Path, tmp_path: Path) -> None:
     def another(_: object) -> None:
         with pytest.raises(ValueError, match="another process is writing"):
-            recode(exact, tmp_path / "new", features=INT8)
+            recode(exact, tmp_path / "new", hidden_states=INT8)
         refused.append(True)
 
     refused: list[bool] = []
-    recode(exact, tmp_path / "new", features=INT8, on_shard=another)
+    recode(exact, tmp_path / "new", hidden_states=INT8, on_shard=another)
     assert refused
-    recode(exact, tmp_path / "straight", features=INT8)
+    recode(exact, tmp_path / "straight", hidden_states=INT8)
     assert folder_bytes(tmp_path / "new") == folder_bytes(tmp_path / "straight")
-    recode(exact, tmp_path / "new", features=INT8)  # the lock went with its holder
+    recode(exact, tmp_path / "new", hidden_states=INT8)  # the lock went with its holder
 
 
 def test_what_cannot_be_recoded_says_why(exact: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing would change"):
         recode(exact, tmp_path / "new")
-    recode(exact, tmp_path / "components", features=CodecSpec(name="transform", settings={"output": "coordinates"}))
+    recode(
+        exact, tmp_path / "components", hidden_states=CodecSpec(name="transform", settings={"output": "coordinates"})
+    )
     with pytest.raises(ValueError, match="keeps 96 components of the captured states"):
-        recode(tmp_path / "components", tmp_path / "new", features=INT8)
-    recode(tmp_path / "components", tmp_path / "new", teacher=INT8)  # the features stay as they are
+        recode(tmp_path / "components", tmp_path / "new", hidden_states=INT8)
+    recode(tmp_path / "components", tmp_path / "new", teacher=INT8)  # the hidden states stay as they are
     assert raw_parts(tmp_path / "new", "context") == raw_parts(tmp_path / "components", "context")
     shard = next((tmp_path / "components" / "shards").iterdir())
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -139,7 +147,9 @@ def test_a_teacher_without_exact_states_is_not_coded_anew(exact: Path, tmp_path:
     assert row.teacher.top_ids is not None
     with pytest.raises(ValueError, match="'corrected', which has no exact last states"):
         recode(tmp_path / "corrected", tmp_path / "new", teacher=INT8)
-    recode(exact, tmp_path / "components", features=CodecSpec(name="transform", settings={"output": "coordinates"}))
+    recode(
+        exact, tmp_path / "components", hidden_states=CodecSpec(name="transform", settings={"output": "coordinates"})
+    )
     with pytest.raises(ValueError, match="needs the captured states"):
         recode(tmp_path / "components", tmp_path / "new", teacher=CodecSpec(name="recomputed"), target=target)
 
@@ -207,7 +217,7 @@ def test_a_cache_is_not_made_inside_one_that_it_is_made_from(
         (exact, f"{exact}/shards/..", "is the cache that is read"),
     ):
         with pytest.raises(ValueError, match=message):
-            recode(source, new, features=CodecSpec(name="int8"))
+            recode(source, new, hidden_states=CodecSpec(name="int8"))
         with pytest.raises(ValueError, match=message):
             import_deepspec(source, new)
     assert sorted(exact.rglob("*")) == before

@@ -43,13 +43,13 @@ def test_rows_come_back(tmp_path: Path, codec: str) -> None:
         assert row.extra == exact.extra
         expected = [t for t in range(len(row.input_ids) - 1) if row.loss_mask[t + 1]]
         assert row.teacher_positions.tolist() == expected
-        states, last = exact.features.flatten(1), exact.last_hidden_state[row.teacher_positions]
+        states, last = exact.hidden_states.flatten(1), exact.last_hidden_state[row.teacher_positions]
         assert row.last_hidden_state.shape == last.shape
         if codec.startswith("bf16"):
-            assert torch.equal(row.features, states)
+            assert torch.equal(row.hidden_states, states)
             assert torch.equal(row.last_hidden_state, last)
         else:
-            assert (row.features - states).float().norm() < 0.15 * states.float().norm()
+            assert (row.hidden_states - states).float().norm() < 0.15 * states.float().norm()
             assert (row.last_hidden_state - last).float().norm() <= 0.15 * last.float().norm()
 
 
@@ -71,7 +71,7 @@ def test_datasets_opens_the_folder(tmp_path: Path) -> None:
     assert data["sample_id"][:] == [sample_id for sample_id, _ in SAMPLES]
     table = data.with_format("arrow")[3:4]
     bits = np.frombuffer(table["context"][0].as_buffer(), np.uint16).reshape(-1, LAYERS * HIDDEN)
-    exact = make_row(*SAMPLES[3]).features.flatten(1)
+    exact = make_row(*SAMPLES[3]).hidden_states.flatten(1)
     assert np.array_equal(bits, exact.view(torch.int16).numpy().view(np.uint16))
     assert data.info.dataset_size == sum(p.stat().st_size for p in (tmp_path / "shards").iterdir())
 
@@ -108,7 +108,7 @@ def test_a_committed_unit_is_left_alone(tmp_path: Path) -> None:
         ({"contract": {"target_name": "tiny", "target_layer_ids": [0, 1, 3]}}, "contract.target_layer_ids"),
         ({"samples": SAMPLES[::-1]}, "samples.order_sha256"),
         ({"samples": SAMPLES[:-1]}, "samples.count"),
-        ({"features": CodecSpec(name="int8")}, "features.name"),
+        ({"hidden_states": CodecSpec(name="int8")}, "features.name"),
         ({"tokens_per_shard": 81}, "unit_tokens"),
         ({"teacher_scope": "all"}, "teacher_scope"),
     ],
@@ -121,7 +121,7 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path, changes: dict[s
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("part", ["features", "last_hidden_state"])
+@pytest.mark.parametrize("part", ["hidden_states", "last_hidden_state"])
 def test_a_state_that_is_not_finite_rejects_its_unit(tmp_path: Path, value: float, part: str) -> None:
     plan = make_plan()
     create_or_resume(tmp_path, plan)
@@ -146,7 +146,7 @@ def test_rows_must_be_the_planned_ones(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no further row"):
         write_shard(tmp_path, 0, [*rows, rows[0]])
     with pytest.raises(ValueError, match="captured states are"):
-        write_shard(tmp_path, 0, [replace(rows[0], features=rows[0].features[:, :2])])
+        write_shard(tmp_path, 0, [replace(rows[0], hidden_states=rows[0].hidden_states[:, :2])])
     assert list((tmp_path / "shards").iterdir()) == []
 
 
@@ -206,11 +206,13 @@ def test_float32_and_numpy_states_are_accepted(tmp_path: Path) -> None:
     row = make_row("a", 9)
     plan = make_plan(samples=[("a", 9)])
     create_or_resume(tmp_path, plan)
-    bits = row.features.view(torch.int16).numpy().view(np.uint16)
-    write_shard(tmp_path, 0, [replace(row, features=bits, last_hidden_state=row.last_hidden_state.float().numpy())])  # type: ignore[union-attr]
+    bits = row.hidden_states.view(torch.int16).numpy().view(np.uint16)
+    write_shard(
+        tmp_path, 0, [replace(row, hidden_states=bits, last_hidden_state=row.last_hidden_state.float().numpy())]
+    )  # type: ignore[union-attr]
     finish(tmp_path)
     stored = TargetCache.open(tmp_path).row(0)
-    assert torch.equal(stored.features, row.features.flatten(1))  # type: ignore[union-attr]
+    assert torch.equal(stored.hidden_states, row.hidden_states.flatten(1))  # type: ignore[union-attr]
     assert torch.equal(stored.last_hidden_state, row.last_hidden_state[stored.teacher_positions])  # type: ignore[index]
 
 
@@ -222,7 +224,7 @@ def test_a_long_sequence_and_a_single_token(tmp_path: Path) -> None:
         write_shard(tmp_path, shard, rows_of(plan, shard))
     finish(tmp_path)
     cache = TargetCache.open(tmp_path)
-    assert cache.row(0).features.shape == (32_768, LAYERS * HIDDEN)
+    assert cache.row(0).hidden_states.shape == (32_768, LAYERS * HIDDEN)
     assert cache.row(1).last_hidden_state.shape == (0, HIDDEN)
 
 

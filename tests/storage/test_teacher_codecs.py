@@ -29,7 +29,7 @@ def finish(states: torch.Tensor) -> torch.Tensor:
 
 
 def there_and_back(codec: Codec, row: TeacherRow) -> StoredTeacher:
-    payload = codec.encode_teacher(row.features, row.last_hidden_state, row.positions)
+    payload = codec.encode_teacher(row.hidden_states, row.last_hidden_state, row.positions)
     return codec.decode_teacher(payload, row.positions)
 
 
@@ -42,11 +42,13 @@ def rows(count: int = 8, length: int = 60, seed: int = 0) -> list[TeacherRow]:
     generator = torch.Generator().manual_seed(seed)
     found = []
     for index in range(count):
-        features = torch.randn(length, LAYERS * HIDDEN, generator=generator) * torch.linspace(1, 4, LAYERS * HIDDEN)
-        features[0] = 500.0
-        last = finish(features[:, -HIDDEN:])
+        hidden_states = torch.randn(length, LAYERS * HIDDEN, generator=generator) * torch.linspace(
+            1, 4, LAYERS * HIDDEN
+        )
+        hidden_states[0] = 500.0
+        last = finish(hidden_states[:, -HIDDEN:])
         positions = np.arange(0 if index % 2 else 20, length - 1)
-        found.append(TeacherRow(features=features, last_hidden_state=last, positions=positions))
+        found.append(TeacherRow(hidden_states=hidden_states, last_hidden_state=last, positions=positions))
     return found
 
 
@@ -78,7 +80,7 @@ def probabilities(stored: StoredTeacher, positions: np.ndarray) -> torch.Tensor:
 def test_the_teacher_comes_back_and_its_top_is_right(kind: str, index: int) -> None:
     codec = fitted(kind, top=12)
     row = rows(seed=5)[index]
-    payload = codec.encode_teacher(row.features, row.last_hidden_state, row.positions)
+    payload = codec.encode_teacher(row.hidden_states, row.last_hidden_state, row.positions)
     again = load_codec(*dump_codec(codec)).decode_teacher(payload, row.positions, dtype=torch.float32)
     exact = target().logits(row.last_hidden_state[torch.from_numpy(row.positions)]).softmax(-1)
     coded = probabilities(again, row.positions)
@@ -89,7 +91,7 @@ def test_the_teacher_comes_back_and_its_top_is_right(kind: str, index: int) -> N
 def test_offsets_leave_the_rest_with_its_exact_mass() -> None:
     codec = fitted("corrected", top=5, step=0.2, resolution=64)
     row = rows(seed=6)[0]
-    payload = codec.encode_teacher(row.features, row.last_hidden_state, row.positions)
+    payload = codec.encode_teacher(row.hidden_states, row.last_hidden_state, row.positions)
     stored = codec.decode_teacher(payload, row.positions, dtype=torch.float32)
     coded = probabilities(stored, row.positions)
     exact = target().logits(row.last_hidden_state[torch.from_numpy(row.positions)]).softmax(-1)
@@ -112,7 +114,7 @@ def test_a_recomputed_teacher_sees_the_whole_context() -> None:
     codec = fitted("recomputed", step=0.05, top=0)
     row = rows(seed=7)[0]
     stored = codec.decode_teacher(
-        codec.encode_teacher(row.features, row.last_hidden_state, row.positions), row.positions
+        codec.encode_teacher(row.hidden_states, row.last_hidden_state, row.positions), row.positions
     )
     assert stored.last_hidden_state is None
     assert stored.source is not None
@@ -127,7 +129,7 @@ def test_the_bound_holds_for_any_drafter(kind: str, temperature: float) -> None:
     codec = fitted(kind, **({} if kind == "sparse" else {"step": 0.3}))
     row = rows(seed=8)[1]
     stored = codec.decode_teacher(
-        codec.encode_teacher(row.features, row.last_hidden_state, row.positions), row.positions
+        codec.encode_teacher(row.hidden_states, row.last_hidden_state, row.positions), row.positions
     )
     if stored.source is not None:
         states = finish(stored.source)[torch.from_numpy(row.positions)]
@@ -176,8 +178,8 @@ def test_what_is_missing_is_named() -> None:
     loaded = load_codec(*dump_codec(fitted("corrected")))
     row = rows()[0]
     with pytest.raises(ValueError, match="needs the target's head"):
-        loaded.encode_teacher(row.features, row.last_hidden_state, row.positions)
-    payload = fitted("sparse").encode_teacher(row.features, row.last_hidden_state, row.positions)
+        loaded.encode_teacher(row.hidden_states, row.last_hidden_state, row.positions)
+    payload = fitted("sparse").encode_teacher(row.hidden_states, row.last_hidden_state, row.positions)
     with pytest.raises(ValueError, match="keeps no states"):
         fitted("sparse").decode(payload, 3)
     with pytest.raises(ValueError, match="a zstd frame announces"):
@@ -192,8 +194,8 @@ def test_rows_of_few_tokens(kind: str, positions: list[int]) -> None:
     codec = fitted(kind)
     length = positions[-1] + 1
     row = rows(seed=9)[0]
-    features, last, at = row.features[:length], row.last_hidden_state[:length], np.array(positions)
-    stored = codec.decode_teacher(codec.encode_teacher(features, last, at), at, dtype=torch.float32)
+    hidden_states, last, at = row.hidden_states[:length], row.last_hidden_state[:length], np.array(positions)
+    stored = codec.decode_teacher(codec.encode_teacher(hidden_states, last, at), at, dtype=torch.float32)
     exact = target().logits(last[torch.from_numpy(at)]).softmax(-1)
     assert (probabilities(stored, at) - exact).abs().sum(-1).max() < 0.4
 
@@ -203,11 +205,11 @@ def test_an_outlier_of_1e5_stays_finite_and_harms_no_other_row(kind: str) -> Non
     codec = fitted(kind)
     row = rows(seed=10)[1]
     plain = codec.decode_teacher(
-        codec.encode_teacher(row.features, row.last_hidden_state, row.positions), row.positions
+        codec.encode_teacher(row.hidden_states, row.last_hidden_state, row.positions), row.positions
     )
-    features, last = row.features.clone(), row.last_hidden_state.clone()
-    features[40, 3], last[40, 3] = 1e5, 1e5
-    stored = codec.decode_teacher(codec.encode_teacher(features, last, row.positions), row.positions)
+    hidden_states, last = row.hidden_states.clone(), row.last_hidden_state.clone()
+    hidden_states[40, 3], last[40, 3] = 1e5, 1e5
+    stored = codec.decode_teacher(codec.encode_teacher(hidden_states, last, row.positions), row.positions)
     # What is recomputed sees what came before: there the outlier is a fact of the rows behind it.
     others = row.positions < 40 if kind == "recomputed" else row.positions != 40
     for name in ("last_hidden_state", "top_ids", "top_values", "tail_mass"):
@@ -222,9 +224,9 @@ def test_32k_teacher_positions(kind: str) -> None:
     codec = fitted(kind)
     length = 2**15
     generator = torch.Generator().manual_seed(12)
-    features = torch.randn(length, LAYERS * HIDDEN, generator=generator) * torch.linspace(1, 4, LAYERS * HIDDEN)
-    last, positions = finish(features[:, -HIDDEN:]), np.arange(1, length)
-    stored = codec.decode_teacher(codec.encode_teacher(features, last, positions), positions)
+    hidden_states = torch.randn(length, LAYERS * HIDDEN, generator=generator) * torch.linspace(1, 4, LAYERS * HIDDEN)
+    last, positions = finish(hidden_states[:, -HIDDEN:]), np.arange(1, length)
+    stored = codec.decode_teacher(codec.encode_teacher(hidden_states, last, positions), positions)
     ids = stored.top_ids
     assert ids is not None
     assert len(ids) == length - 1

@@ -113,7 +113,7 @@ def read_all(root: Path) -> None:
         assert row.sample_id == expected.sample_id
         assert row.input_ids.tolist() == list(expected.input_ids)
         assert row.spans == tuple(expected.spans)
-        difference = row.features.float() - expected.features.flatten(1).float()
+        difference = row.hidden_states.float() - expected.hidden_states.flatten(1).float()
         assert difference.abs().max() < 4  # in steps of a quarter of a standard deviation, of at most 5
 
 
@@ -183,7 +183,7 @@ def test_a_shard_s_name_in_complete_decides_no_path(shard: str, cache: Path, tmp
     for use in (
         lambda: TargetCache.open(cache),
         lambda: TargetCache.open(cache, local_copy=tmp_path / "inner/copy"),
-        lambda: recode(cache, tmp_path / "inner/new", features=CodecSpec(name="int8")),
+        lambda: recode(cache, tmp_path / "inner/new", hidden_states=CodecSpec(name="int8")),
     ):
         with pytest.raises(StorageError, match=r"COMPLETE\.json.*unit-000000"):
             use()

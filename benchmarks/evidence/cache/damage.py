@@ -33,7 +33,7 @@ def reading(root: Path, exact: list[torch.Tensor]) -> str:
         return "refused"
     assert len(rows) == len(exact)
     for row, states in zip(rows, exact, strict=True):
-        assert torch.equal(row.features, states), row.sample_id
+        assert torch.equal(row.hidden_states, states), row.sample_id
     return "right rows"
 
 
@@ -152,7 +152,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder) / "cache"
             build(root, large_plan())
-            exact = [make_row(*sample).features.flatten(1) for sample in LONG_SAMPLES]  # type: ignore[union-attr]
+            exact = [make_row(*sample).hidden_states.flatten(1) for sample in LONG_SAMPLES]  # type: ignore[union-attr]
             assert verify(root) == []
             assert reading(root, exact) == "right rows"
             found: dict[str, Any] = {

@@ -47,7 +47,7 @@ def trial(store: int, scratch: Path, rate: float, seed: int) -> dict[str, Any]:
         cache = TargetCache.open(url, local_copy=scratch / f"copy-{rate}-{seed}", local_copy_bytes=60_000)
         for index, sample in enumerate(SAMPLES):
             row, exact = cache.row(index), make_row(*sample)
-            assert torch.equal(row.features, exact.features.flatten(1))  # type: ignore[union-attr]
+            assert torch.equal(row.hidden_states, exact.hidden_states.flatten(1))  # type: ignore[union-attr]
 
     until_done("read", read, errors)
     assert until_done("verify", lambda: TargetCache.open(url).verify(), errors) == []

@@ -25,7 +25,7 @@ def make_sample(index: int, length: int, spans: list[tuple[int, int]], *, sparse
         sample_id=f"sample-{index}",
         input_ids=torch.randint(1, 50, (length,), generator=generator),
         spans=tuple(spans),
-        features=torch.randn(length, 6, generator=generator),
+        hidden_states=torch.randn(length, 6, generator=generator),
         teacher_positions=positions,
         teacher=teacher if sparse else Teacher(last_hidden_state=states),  # type: ignore[arg-type]
     )
@@ -96,7 +96,7 @@ def test_blocks_restated_from_the_sample() -> None:
         state_at = dict(zip(sample.teacher_positions.tolist(), sample.teacher.last_hidden_state, strict=True))
         for a in chosen.tolist():
             block = blocks.pop((sample.sample_id, a))
-            assert torch.equal(block["context"], sample.features[:a])
+            assert torch.equal(block["context"], sample.hidden_states[:a])
             assert torch.equal(block["positions"], torch.arange(a + 1))
             assert block["previous"][0] == sample.input_ids[a]
             alive = True
@@ -144,10 +144,10 @@ def test_refusals() -> None:
         make_micro_batch([other_spans], [np.array([15])], 7)
     with pytest.raises(ValueError, match="none of the samples has an anchor"):
         make_micro_batch([sample], [np.array([], dtype=np.int64)], 7)
-    wide = StoredRow(**{**vars(sample), "features": torch.zeros(20, 8)})
+    wide = StoredRow(**{**vars(sample), "hidden_states": torch.zeros(20, 8)})
     with pytest.raises(ValueError, match=r"widths \[6, 8\]"):
         make_micro_batch([sample, wide], [np.array([5])] * 2, 7)
-    short = StoredRow(**{**vars(sample), "features": torch.zeros(19, 6)})
+    short = StoredRow(**{**vars(sample), "hidden_states": torch.zeros(19, 6)})
     with pytest.raises(ValueError, match="20 tokens but hidden states for 19"):
         make_micro_batch([short], [np.array([5])], 7)
 

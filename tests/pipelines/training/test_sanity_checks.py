@@ -40,7 +40,7 @@ def batch_of(weight: torch.Tensor, *, shift: int = 0, seed: int = 1, sparse: boo
         sample_id="one",
         input_ids=tokens,
         spans=(SPAN,),
-        features=torch.zeros(LENGTH, 1),
+        hidden_states=torch.zeros(LENGTH, 1),
         teacher_positions=positions,
         teacher=teacher,
     )
@@ -78,7 +78,7 @@ def test_an_untrained_target_that_repeats_what_it_reads_is_no_fault():
             sample_id="one",
             input_ids=ids[0],
             spans=(SPAN,),
-            features=torch.zeros(LENGTH, 1),
+            hidden_states=torch.zeros(LENGTH, 1),
             teacher_positions=positions,
             teacher=Teacher(last_hidden_state=last[(positions + shift).clamp(max=LENGTH - 1)]),
         )

@@ -93,7 +93,7 @@ def make_cache(root: Path, settings: Settings, spec: TargetSpec) -> None:
                 sample_id=f"toy-{number}",
                 input_ids=ids[number, :length],
                 spans=[(start, end)] if end > start else [],
-                features=captured.features[number, :length].unflatten(-1, (len(spec.target_layer_ids), -1)),
+                hidden_states=captured.hidden_states[number, :length].unflatten(-1, (len(spec.target_layer_ids), -1)),
                 last_hidden_state=captured.last_hidden_state[number, :length],
             )
         )
@@ -102,7 +102,7 @@ def make_cache(root: Path, settings: Settings, spec: TargetSpec) -> None:
         num_layers=len(spec.target_layer_ids),
         hidden_size=spec.hidden_size,
         samples=[(row.sample_id, len(row.input_ids)) for row in rows],
-        features=CodecSpec(name="bf16"),
+        hidden_states=CodecSpec(name="bf16"),
         teacher=CodecSpec(name="bf16"),
         tokens_per_shard=100,
     )
