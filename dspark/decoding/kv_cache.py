@@ -327,7 +327,7 @@ def ragged_attention_on(text_config: Any) -> Iterator[None]:
 def ragged_forward(
     target: Any, cache: RaggedCache, step: RaggedStep, tokens: Tensor, *, hidden_states: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """One pass of the target over packed tokens [N]: last hidden states [N, d], and the captured ones [N, m*d] if asked.
+    """One pass of the target over packed tokens [N]: last hidden states [N, d], and captured ones [N, m*d] if asked.
 
     Keys and values of the tokens are in the cache afterwards. Raises CacheFull when they don't fit.
     """
