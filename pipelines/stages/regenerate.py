@@ -61,6 +61,11 @@ def read_splits(settings: Settings) -> dict[str, PromptSet]:
     return {**found, "train": found["train"].without(found["calibration"], found["evaluation"])}
 
 
+def check(settings: Settings) -> None:
+    """Raises UserError for prompts that cannot be read."""
+    read_splits(settings)
+
+
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
     """The target, the prompts, and how answers are drawn."""
     splits = read_splits(settings)

@@ -174,6 +174,28 @@ def test_a_baseline_and_a_cost_table_that_cannot_be_used_are_refused_before_the_
         assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "there is no prompts file .*train.jsonl"),
+        (b"", "'.*train.jsonl' gives no prompt"),
+        (b"\xff\xfe", r"train\.jsonl:1: not UTF-8"),
+        (b'{"turns": ["ok"]}\n{"turns": ["cut', r"train\.jsonl:2: not valid JSON"),
+    ],
+)
+def test_prompts_that_cannot_be_read_leave_nothing(
+    content: bytes | None, expected: str, toy_folder: Path, tmp_path: Path
+) -> None:
+    wanted = toy_run(tmp_path, toy_folder)
+    prompts = tmp_path / "train.jsonl"
+    prompts.unlink()
+    if content is not None:
+        prompts.write_bytes(content)
+    with pytest.raises(UserError, match=expected):
+        run_stages(wanted, Reporter(quiet=True))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_stage_without_its_inputs_leaves_nothing(toy_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train needs .*cache, which is not there yet"):
         run_stages(toy_run(tmp_path, toy_folder), Reporter(quiet=True), only=["train"])
