@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipelines.errors import UserError
-from pipelines.json_files import parse_row
+from pipelines.json_files import parse_row, write_jsonl
 from storage.files.filesystems import Folder
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Above0 = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+SHA256 = "sha256"  # of a row: the hash of all else in it
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -35,14 +38,29 @@ def read_record(folder: Folder, name: str, kind: type[Read], cure: str) -> Read:
         raise UserError(f"{folder.describe(name)} cannot be read ({error}): {cure}") from error
 
 
+def write_rows(folder: Folder, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a JSON-lines file of a stage, each row with a hash of its own, which `read_rows` compares."""
+    write_jsonl(folder, name, ({**row, SHA256: _row_sha256(row)} for row in rows))
+
+
+def _row_sha256(row: Mapping[str, Any]) -> str:
+    content = json.dumps(row, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
 def read_rows(folder: Folder, name: str, kind: type[Record], cure: str) -> Iterator[dict[str, Any]]:
-    """The rows of a JSON-lines file of a stage, as they stand there. Raises UserError at a line that is no record."""
+    """The rows of a JSON-lines file of a stage, without their hashes.
+
+    Raises UserError at a line that is no record, or is not as it was written. A row without a hash is taken as it is.
+    """
     file = folder.describe(name)
     for number, line in enumerate(folder.read(name).split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
             row = parse_row(line, file, number)
+            if row.pop(SHA256, None) not in (None, _row_sha256(row)):
+                raise UserError(f"{file}:{number}: the row has been changed since it was written")
             kind.model_validate(row)
         except ValidationError as error:
             raise UserError(f"{file}:{number}: {_first_fault(error)}; {cure}") from None

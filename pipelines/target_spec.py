@@ -103,7 +103,13 @@ def _resolve(section: TargetSettings, algorithm: str, layers: tuple[int, ...] | 
         raise UserError(
             f"target.model: {path} is no model folder: it has no config.json; give one as `save_pretrained` writes it"
         )
-    config = AutoConfig.from_pretrained(path, **remote)
+    try:
+        config = AutoConfig.from_pretrained(path, **remote)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"target.model: {path}/config.json cannot be read ({reason}); fetch the target again"
+        ) from error
     if not section.trust_remote_code:  # code from elsewhere may compute while it makes a model
         require_decoder(config, name)
     text_config = config.get_text_config()

@@ -176,7 +176,7 @@ def _take_names(prompt: Prompt, names: dict[str, str]) -> None:
     own = [prompt.request_id(number) for number in range(prompt.count_answers())]
     if taken := [name for name in own if name in names]:
         raise UserError(
-            f"{prompt.place}: two prompts have the id {taken[0]!r}, which an answer of {names[taken[0]]} has already; "
+            f"{prompt.place}: two prompts have the id {taken[0]!r}, which a turn of {names[taken[0]]} has already; "
             "ids must differ"
         )
     names.update(dict.fromkeys(own, prompt.place))
@@ -247,6 +247,8 @@ def _open(source: PromptSource) -> tuple[Iterator[Row], dict[str, Any]]:
         rows, revision = open_hub_dataset(name, source.subset, source.split, source.revision)
         return rows, {"name": name.replace("/", "-"), "domain": "general", "revision": revision}
     path = Path(text).expanduser()
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name the prompts file in it")
     if not path.is_file():
         raise UserError(
             f"there is no prompts file {text} (looked for {path.absolute()}: paths are relative to the working "

@@ -52,7 +52,8 @@ def read_messages(row: Mapping[str, Any], place: str) -> list[Message]:
         if system := value_of(row, "system"):
             found = [{"role": "system", "content": system}, *found]
     if not isinstance(found, list):
-        raise UserError(f"{place}: a row needs {SHAPES}; it has {', '.join(map(str, row)) or 'nothing'}")
+        given = [key if row[key] is not None else f"{key} (null)" for key in row]
+        raise UserError(f"{place}: a row needs {SHAPES}; it has {', '.join(map(str, given)) or 'nothing'}")
     return [_message(message, place) for message in found]
 
 

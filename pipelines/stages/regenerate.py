@@ -27,7 +27,7 @@ from pipelines.data.conversations import BAD_ROW, Prompt, PromptSet, bad_row, re
 from pipelines.data.messages import Message
 from pipelines.errors import UserError
 from pipelines.json_files import write_json, write_jsonl
-from pipelines.records import AnswerRow, ConversationRow, read_rows
+from pipelines.records import AnswerRow, ConversationRow, read_rows, write_rows
 from pipelines.settings.schema import Settings
 from pipelines.target_spec import TargetSpec, resolve_target
 from pipelines.workers import on_pool, open_target, session
@@ -275,7 +275,7 @@ class AnswerWorker:
     def run(self, item: WorkItem) -> int:
         """Write the item's answers; returns the number of tokens generated."""
         rows = answer(self.decoder, self.target.tokenizer, item.prompts, self.settings, self.spec)
-        write_jsonl(self.folder, item.name, rows)
+        write_rows(self.folder, item.name, rows)
         return sum(map(supervised_tokens, rows))
 
 
@@ -439,7 +439,7 @@ def _join(
                 domains[row["domain"]] += 1
                 yield row
 
-    write_jsonl(folder, TRAIN, kept())
+    write_rows(folder, TRAIN, kept())
     if not domains:
         if ended["context"] == answered:
             raise UserError(

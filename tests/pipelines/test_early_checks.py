@@ -66,6 +66,13 @@ def test_an_attention_that_the_target_lacks_names_the_cure(attention: str, cure:
     assert Target.open(tmp_path, attn_implementation="eager", target_layer_ids=[0]).num_layers == 2
 
 
+@pytest.mark.parametrize("content", ['{"a":', "[1]", "{}", '{"model_type": "no-such-model"}', '{"model_type": 3}'])
+def test_a_broken_config_names_its_file(content: str, target: Path) -> None:
+    (target / "config.json").write_text(content)
+    with pytest.raises(UserError, match=r"^target\.model: .*config\.json cannot be read \(.*fetch"):
+        examine(target)
+
+
 def test_weights_cut_short_or_missing_name_the_file(target: Path) -> None:
     file = target / "model.safetensors"
     content = file.read_bytes()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dspark.calibration import fit_table, slot_calibration
 from pipelines.errors import UserError
-from pipelines.records import DecodedItem, RunRecord, Timings, read_record
+from pipelines.records import DecodedItem, Record, RunRecord, Timings, read_record, read_rows, write_rows
 from pipelines.runs.directory import RunDirectory
 from pipelines.stages.calibrate import read_calibration
 from pipelines.stages.step_costs import read_step_costs, table_identity
@@ -135,3 +135,21 @@ def test_a_calibration_that_does_not_fit(change: dict[str, Any], message: str, t
     (tmp_path / "temperatures.json").write_text(json.dumps({**CALIBRATION, **change}))
     with pytest.raises(UserError, match=message):
         read("temperatures.json", tmp_path)
+
+
+def test_a_row_that_was_changed_is_found_and_one_without_a_hash_is_read(tmp_path: Path) -> None:
+    class Row(Record):
+        text: str
+        ids: list[int]
+
+    folder = Folder(str(tmp_path))
+    rows = [{"text": "ü", "ids": [131, 7], "share": 0.1}, {"text": "b", "ids": []}]
+    write_rows(folder, "rows.jsonl", rows)
+    assert list(read_rows(folder, "rows.jsonl", Row, "cure")) == rows
+    file = tmp_path / "rows.jsonl"
+    written = file.read_text()
+    file.write_text(written.replace("131", "135"))
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: the row has been changed since it was written; cure"):
+        list(read_rows(folder, "rows.jsonl", Row, "cure"))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert list(read_rows(folder, "rows.jsonl", Row, "cure")) == rows
