@@ -139,7 +139,7 @@ def test_a_codec_from_one_file_of_one_s_own(tmp_path: Path, toy_folder: Path) ->
         **{
             part: CodecSpec(name=name, settings=options)
             for part, (name, options) in zip(
-                ("features", "teacher"), map(wanted.cache.codec_of, ("features", "teacher")), strict=True
+                ("hidden_states", "teacher"), map(wanted.cache.codec_of, ("features", "teacher")), strict=True
             )
         },
     )
