@@ -40,7 +40,7 @@ class Arm:
 
     hidden_states: str
     teacher: str
-    features_options: dict[str, Any] = field(default_factory=dict)
+    hidden_states_options: dict[str, Any] = field(default_factory=dict)
     teacher_options: dict[str, Any] = field(default_factory=dict)
     width: float | None = None
 
@@ -56,7 +56,7 @@ ARMS = {
     ),
     "any-drafter": Arm(
         hidden_states="transform",
-        features_options={"step": 0.5, "output": "coordinates"},
+        hidden_states_options={"step": 0.5, "output": "coordinates"},
         teacher="corrected",
     ),
     "int8": Arm(hidden_states="int8", teacher="int8"),
@@ -104,7 +104,7 @@ class Experiment:
         if (root / "COMPLETE.json").exists():
             return TargetCache.open(root)
         fitting = rows[:: max(1, len(rows) // FIT_ROWS)]
-        hidden_states = CodecSpec(name=arm.hidden_states, settings=arm.features_options)
+        hidden_states = CodecSpec(name=arm.hidden_states, settings=arm.hidden_states_options)
         teacher = CodecSpec(name=arm.teacher, settings=arm.teacher_options)
         plan = CachePlan(
             contract=self.exact.contract,

@@ -1,7 +1,7 @@
 """Does a drafter notice the codec? The same drafter from the exact cache and from coded ones, judged on exact states.
 
 Steps:
-1. Take a run's exact cache (bf16 features and teacher) and its held-out prompts.
+1. Take a run's exact cache (bf16 hidden states and teacher) and its held-out prompts.
 2. Train a pilot on a tenth of the rows; its context projection gives the components that are stored.
 3. Code the cache for every arm, and train the same drafter from each with the arm's teacher in the loss, for each seed:
    same start, same batches, same anchors, plain AdamW with the pipeline's schedule.
@@ -10,13 +10,14 @@ Steps:
    decoder's own proposer drafts against them round by round; for one drafter the live target decodes as well, to show
    that the rounds are the same. Beside it, the expected accepted length at temperature 1 at fixed anchors.
 5. Write the differences to the exact arm, paired by prompt and seed, with bootstrap intervals, and for scale what the
-   drafter reaches before training and with its features set to zero.
+   drafter reaches before training and with its hidden states set to zero.
 
 What is done is not done again, so the command goes on where it stopped; two of them with other --arms or --seeds may
 work side by side in one --work folder once the pilot is there, and the whole command then only sums up.
 
     python benchmarks/codec_training.py SETTINGS.yaml --output OUT.json --work FOLDER [--seeds 0 1 2] [--arms NAME ...]
-        [--arm 'fine={"features": "projected", "width": 1.5, "features_options": {"step": 0.25}, "teacher": "bf16"}']
+        [--arm 'fine={"hidden_states": "projected", "hidden_states_options": {"step": 0.25}, "width": 1.5,
+                      "teacher": "bf16"}']
 """
 
 from __future__ import annotations
